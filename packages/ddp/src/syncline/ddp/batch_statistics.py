@@ -30,16 +30,15 @@ class BatchStatistics:
 
     @property
     def unbiased_variance(self) -> torch.Tensor:
-        """The variance with the divisor `count` - 1, which the layer's running variance uses. `count` must be at least 2."""
+        """The variance with the divisor `count` - 1, for running estimates. `count` must be at least 2."""
         return self.squares / (self.count - 1)
 
 
 def statistics_of(inputs: torch.Tensor) -> BatchStatistics:
     """Return the statistics of this rank's batch.
 
-    The mean is first computed in `working_dtype`, which rounds the mean. This rounded mean is subtracted from all values. The
-    mean of the differences is the rounding error, which is added to the rounded mean in float64. The differences are small, so
-    the sum of their squares loses no digits.
+    The mean in `working_dtype` is rounded. The mean of the differences from this rounded mean is the rounding error, which is
+    added in float64.
 
     Args:
         inputs: (batch, channels, ...); the batch may be empty. Sums of 16-bit values are computed in float32.
@@ -60,9 +59,9 @@ def statistics_of(inputs: torch.Tensor) -> BatchStatistics:
 def gather_statistics(own: BatchStatistics, group: ProcessGroup) -> BatchStatistics:
     """Return the statistics over the batches of all ranks, the same bits on every rank. This is a collective.
 
-    The ranks combine their means and their squared distances from the means. Sums of values and of squared values would lose
-    digits if the mean is large compared with the standard deviation (T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae
-    and a pairwise algorithm for computing sample variances", 1982).
+    The ranks combine means and squared distances from the means. Sums of values and of squared values would lose digits if the
+    mean is large compared with the standard deviation (T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a
+    pairwise algorithm for computing sample variances", 1982).
 
     Cost: an all-gather of 8 * (2 * channels + 1) bytes from each rank.
     """
@@ -88,5 +87,5 @@ def reduced_dims(inputs: torch.Tensor) -> list[int]:
 
 
 def channel_shape(inputs: torch.Tensor) -> list[int]:
-    """Return the shape (1, -1, 1, ...), with which a vector of one value for each channel broadcasts to the batch."""
+    """Return the shape (1, -1, 1, ...), in which a vector with one value per channel broadcasts to the batch."""
     return [-1 if dim == 1 else 1 for dim in range(inputs.dim())]

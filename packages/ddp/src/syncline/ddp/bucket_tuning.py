@@ -1,4 +1,4 @@
-"""BucketTuning chooses bucket sizes for `bucket_cap_mb="auto"`: it measures some steps and predicts steps with other sizes."""
+"""Choose bucket sizes for `bucket_cap_mb="auto"`: measure some steps, and predict steps with other sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CANDIDATES = (
     *((cap, cap) for cap in CAPS_BYTES if cap > MIB),
 )
 _WORTH = 1.05
-"""Other sizes must make a step faster by this factor, or the default sizes stay. Predictions of less are too inexact."""
+"""Keep the default sizes, unless other sizes make a step faster by this factor. Predictions of less are too inexact."""
 
 _SETTLING_STEPS, _MEASURED_STEPS, _TRIALS = 2, 6, 3
 _MEASURED_BUCKETS = 32
@@ -51,14 +51,14 @@ class ReductionCosts:
     taken: tuple[float, ...] = ()
 
     def reduce_s(self, nbytes: float) -> float:
-        """Return the seconds of an all-reduce of this size, by linear interpolation between the measured sizes.
+        """Return the seconds of an all-reduce of this size, by linear interpolation.
 
-        Above the measured sizes, extrapolate linearly. Below the measured sizes, return the time of the smallest size.
+        Above the measured sizes, extrapolate linearly. Below them, return the time of the smallest size.
         """
         return self._between(self.seconds, nbytes)
 
     def delay_s(self, nbytes: float) -> float:
-        """Return the seconds by which an all-reduce of this size delays the gradients that come after its start."""
+        """Return the seconds by which an all-reduce of this size delays later gradients."""
         return self.issue_s + (self._between(self.taken, nbytes) if self.taken else 0.0)
 
     def _between(self, seconds: tuple[float, ...], nbytes: float) -> float:
@@ -73,10 +73,10 @@ class ReductionCosts:
 def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
     """Replace the time of each size by the shortest time of this size and of all larger sizes.
 
-    Other load on the machine only makes times longer, so a short time is closest to the undisturbed time. An all-reduce cannot
-    take longer than an all-reduce of more bytes.
+    An all-reduce cannot take longer than an all-reduce of more bytes. Other load on the machine only makes times longer.
 
-    `seconds` has the measured time of each size. The sizes are in ascending order.
+    Args:
+        seconds: the measured time of each size. The sizes are in ascending order.
     """
     return tuple(min(seconds[place:]) for place in range(len(seconds)))
 
@@ -84,8 +84,8 @@ def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
 def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[frozenset[int]]) -> float:
     """Return the part of an all-reduce's processor time, from 0 to 1, that delays the model's computation.
 
-    Count this rank and all ranks that share a core with this rank. The result is the number of cores that these ranks keep
-    busy, divided by the number of cores on which these ranks may run.
+    The result concerns this rank and all ranks that share a core with it: the number of cores that these ranks keep busy,
+    divided by the number of cores on which they may run.
 
     Args:
         rank: this rank's position in the two lists.
@@ -98,7 +98,7 @@ def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[froze
 
 
 def measuring_caps(total_bytes: int) -> list[int]:
-    """Return the bucket sizes for the measured steps. The buckets are small, to show more exactly when each gradient comes."""
+    """Return the bucket sizes in bytes for the measured steps. Small buckets show more exactly when each gradient comes."""
     return [max(MIB, total_bytes // _MEASURED_BUCKETS)]
 
 
@@ -106,7 +106,7 @@ def predicted_steps(workload: Workload, costs: ReductionCosts) -> dict[tuple[int
     """Predict the seconds of a step for each candidate: a pair of sizes in bytes (first bucket, other buckets).
 
     Args:
-        workload: the measured step. Its times include the delays of gradients by the all-reduces before them.
+        workload: the measured step. Its times include the delays of gradients by all-reduces.
         costs: the costs of all-reduces in this group.
     """
     unhindered = _delayed(workload, [-costs.delay_s(bucket.nbytes) for bucket in workload.buckets[:-1]] + [-costs.issue_s])
@@ -119,7 +119,7 @@ def predicted_steps(workload: Workload, costs: ReductionCosts) -> dict[tuple[int
 
 
 def choose(steps: dict[tuple[int, int], float]) -> tuple[int, int]:
-    """Return the sizes with the shortest step, or the default sizes if the step with the default sizes is hardly longer."""
+    """Return the sizes with the shortest step, or the default sizes if their step is hardly longer."""
     best = min(steps, key=lambda caps: steps[caps])
     return best if steps[_DEFAULT] > _WORTH * steps[best] else _DEFAULT
 
@@ -139,9 +139,7 @@ def _delayed(workload: Workload, delays_s: Sequence[float]) -> Workload:
 
 
 class BucketTuning:
-    """Measures the first steps of a model, and then chooses bucket sizes once.
-
-    All ranks choose the same sizes at the same step.
+    """Measures the first steps of a model, and then chooses bucket sizes once, the same on all ranks.
 
     ::
 
@@ -152,15 +150,15 @@ class BucketTuning:
                              a step for each pair of bucket sizes, and broadcasts the best pair; the next forward builds the
                              buckets anew
 
+    An all-reduce may use cores that the model needs. Then it delays the gradients that come during the all-reduce, by its
+    processor time multiplied by `share_of_cores`.
+
     Args:
         group: the group whose ranks average their gradients.
-        reducer: the reducer whose buckets are measured. This reducer must have the bucket sizes of `measuring_caps`.
+        reducer: the reducer whose buckets are measured. It must have the bucket sizes of `measuring_caps`.
 
     Attributes:
         caps_bytes: the size of the first bucket and the size of the other buckets, in bytes. None until the sizes are chosen.
-
-    An all-reduce may use cores that the model needs. Then the all-reduce delays the gradients that come during the all-reduce.
-    The delay is the processor time of the all-reduce, multiplied by `share_of_cores`.
 
     Cost: the measured all-reduces together reduce five to ten times the bytes of all gradients.
     """
@@ -227,7 +225,7 @@ class BucketTuning:
         return Workload(tuple(found), backward_s, 0.0)
 
     def _share_of_cores(self) -> float:
-        """A collective. Returns the largest `share_of_cores` of all ranks."""
+        """A collective. Return the largest `share_of_cores` of all ranks."""
         busy_s, passed_s = (now - began for now, began in zip(_clocks(), self._began or (0.0, 0.0), strict=True))
         said: list[tuple[float, frozenset[int]]] = [(0.0, frozenset())] * self._group.size
         all_gather_object(said, (busy_s / passed_s, _cores()), self._group)
@@ -240,7 +238,7 @@ class BucketTuning:
         return float(share)
 
     def _measure_costs(self, share: float) -> ReductionCosts:
-        """Measure all-reduces of several sizes. A collective. `share` is the result of `_share_of_cores`."""
+        """A collective. Measure all-reduces of several sizes. `share` comes from `_share_of_cores`."""
         total = sum(bucket.nbytes for bucket in self._reducer.buckets)
         sizes = [_SMALLEST_BYTES]
         while sizes[-1] < total:
@@ -308,9 +306,8 @@ def check_can_tune(device: torch.device, dynamic: bool, sparse: bool) -> None:
     """Check that `bucket_cap_mb="auto"` can measure the steps of the model.
 
     Raises:
-        InvalidArgumentError: the model is not on the CPU, so the host cannot measure when gradients come. Or `dynamic` is True:
-            each backward may use other parameters, so the reducer does not learn the order of gradients. Or `sparse` is True:
-            some gradients are sparse, so the sizes of gradients change from step to step.
+        InvalidArgumentError: the model is not on the CPU. Or `dynamic` is True (each backward may use other parameters). Or
+            `sparse` is True (some gradients are sparse).
     """
     reasons = {
         f"the model is on {device}, whose work the host's clock does not see": device.type != "cpu",

@@ -30,9 +30,9 @@ class BufferHook:
     Attributes:
         state: the hook's first argument.
         hook: a function `hook(state, buffers)`, which gets a dict of the buffers by name, and changes the buffers in place. The
-            function may return futures. If the backward of the present forward will average gradients, the end of this backward
-            waits for the futures. Otherwise the end of the forward waits for the futures.
-        follows_forward: whether the hook runs after the module's forward. False: the hook runs before the forward.
+            function may return futures. The end of the backward waits for these futures, if this backward will average
+            gradients. Otherwise the end of the forward waits.
+        follows_forward: whether the hook runs after the module's forward. False: before the forward.
     """
 
     state: Any
@@ -70,7 +70,7 @@ class Buffers:
         self.hook: BufferHook | None = None
 
     def look_again(self) -> None:
-        """Check again whether the module has buffers. Call this method if the module may have new buffers.
+        """Call this method if the module may have new buffers.
 
         As in torch, a buffer that only a forward fills does not count: it may be filled on some ranks only.
         """
@@ -84,14 +84,14 @@ class Buffers:
 
     @property
     def are_out_of_reach(self) -> bool:
-        """Whether the module runs in a `torch.func.functional_call` that replaces buffers by the caller's tensors."""
+        """Whether the module runs in a `torch.func.functional_call` that replaces buffers."""
         if not self._exist:
             return False
         given = torch_internals.given_to_functional_call()
         return bool(given) and any(id(buffer) in given for _, buffer in self._state.buffers())
 
     def broadcast(self, group: ProcessGroup, root: int) -> None:
-        """Give every rank the root's buffers, in place. This is a collective."""
+        """Copy the root's buffers into the buffers of every rank. This is a collective."""
         buffers = [buffer for _, buffer in self._state.buffers()]
         # The root's buffers do not change, so its graphs stay valid.
         only_reads = group.rank == root
@@ -99,7 +99,7 @@ class Buffers:
             broadcast_coalesced(writable(buffers), group=group, root=root)
 
     def before_forward(self, group: ProcessGroup, root: int) -> list[AnyFuture]:
-        """If the buffers are due, synchronise them, unless a hook will synchronise them after the forward.
+        """If the buffers are due, synchronise them, unless a hook will do so after the forward.
 
         Returns:
             Futures for which the end of backward must wait.
@@ -115,16 +115,15 @@ class Buffers:
         """Record which layers of batch normalisation were in training mode in the forward that has just ended.
 
         In evaluation mode, backward reads the running statistics, so they must not change before backward. In training mode,
-        autograd also saves the running statistics, but backward does not read them. Call this method only after a forward with
-        gradients.
+        backward does not read them, although autograd saves them. Call this method only after a forward with gradients.
 
-        A forward is forgotten when the graph of its outputs is gone. A part of the graph that hangs on no output, such as a
-        loss that the module keeps as an attribute, is not seen.
+        A forward is forgotten when the graph of its outputs is gone. Parts of the graph that belong to no output are not seen,
+        such as a loss that the module keeps as an attribute.
 
         Args:
-            outputs: what the forward has returned.
-            reductions: the number of reduced backwards so far. After a reduced backward, most scripts run no backward of an
-                earlier forward, even if they keep its loss. So only forwards with a layer in evaluation mode are remembered.
+            outputs: the outputs of the forward.
+            reductions: the number of reduced backwards so far. After a reduced backward, only forwards with a layer in
+                evaluation mode are remembered.
         """
         if reductions != self._reductions:
             self._reductions = reductions
@@ -148,14 +147,14 @@ class Buffers:
         return {**self.__dict__, "_open_forwards": [], "_modes_without_graph": {}}
 
     def after_forward(self) -> list[AnyFuture]:
-        """If the buffers are due, let the hook synchronise them, if the hook runs after the forward.
+        """If the buffers are due, and a hook follows the forward, let the hook synchronise the buffers.
 
         Return the hook's futures, for which the end of backward must wait.
         """
         return self._run(self.hook) if self.hook is not None and self.hook.follows_forward and self.are_due else []
 
     def forward_ended(self, will_reduce: bool) -> None:
-        """Record that a forward has run. `will_reduce` says whether the backward of this forward averages gradients."""
+        """Record that a forward has run. `will_reduce` says whether its backward averages gradients."""
         # As in torch, only a forward whose backward averages gradients counts as a change of the buffers.
         # Buffers that were out of reach in this forward may still differ.
         self.are_stale = will_reduce or self.are_out_of_reach
@@ -163,9 +162,8 @@ class Buffers:
     def forward_failed(self, will_reduce: bool) -> None:
         """Record that the module's forward has raised an error on all ranks.
 
-        After this call, the buffers are due on all ranks or on no rank. Without this call, they could be due on some ranks
-        only: one rank may have synchronised its buffers in an earlier forward inside `no_sync`, and another rank in the failed
-        forward.
+        After this call, the buffers are due on all ranks or on no rank. Otherwise, a rank that synchronised its buffers in an
+        earlier forward inside `no_sync` could differ from the other ranks.
         """
         if self.hook is None or not self.hook.follows_forward:  # the failed forward has not run a hook that follows it
             self.forward_ended(will_reduce)
@@ -179,10 +177,8 @@ class Buffers:
     def _seen_by_autograd_if_changed(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
         """Hide writes from autograd, except a write that changes a value which a backward may read.
 
-        A graph may have saved any buffer. A write of equal values does no harm. A write to the statistics of batch
-        normalisation does no harm if the forward ran in training mode, because backward does not read them. Autograd sees all
-        other writes, and raises an error in the backward of a graph that has saved the buffer. If autograd saw all writes, a
-        second forward could not run before the backward of the first forward.
+        A write of equal values does no harm. A write to the statistics of batch normalisation does no harm if the forward ran
+        in training mode. If autograd saw all writes, a second forward could not run before the backward of the first forward.
         """
         noted = [forward.modes for forward in self._open_forwards if forward.is_open()] + [self._modes_without_graph]
         unread: set[int] = set()
@@ -200,9 +196,9 @@ class Buffers:
 
 
 class _Mark:
-    """An object that a node of a graph holds, until the node is gone or a backward has freed what the node has saved.
+    """An object that a node of a graph holds, until the node is gone or a backward has freed the node's saved tensors.
 
-    A weak reference to the node itself would die at once, because torch makes a node's Python object anew at each access.
+    A weak reference to the node itself would die at once: torch makes a node's Python object anew at each access.
     """
 
 
@@ -226,7 +222,7 @@ _HOOK = "syncline.ddp: forgets the mark"  # a key in the metadata of a node
 
 
 def _mark_graph(outputs: object) -> tuple[list[weakref.ref[_Mark]], bool]:
-    """Mark the nodes of the outputs. Return the marks, and whether every output has been seen and has told its node."""
+    """Mark the nodes of the outputs. Return the marks, and whether the node of every output is known."""
     marks, are_complete = [], True
     for value in leaves(outputs):
         if not isinstance(value, torch.Tensor):

@@ -13,7 +13,7 @@ from syncline.collectives import InvalidArgumentError
 def batch_bounds(number: int, batches: int, samples: int) -> tuple[int, int]:
     """Return the position of the first sample of batch `number`, and the position after the batch's last sample.
 
-    The epoch has `samples` samples in `batches` batches. The sizes of the batches differ by at most one sample.
+    The sizes of the batches differ by at most one sample.
     """
     return number * samples // batches, (number + 1) * samples // batches
 
@@ -30,12 +30,11 @@ class ElasticSampler(Sampler[list[int]]):
     """Yields the indices of this rank's share of each batch. Pass it to a `DataLoader` as `batch_sampler`.
 
     A batch contains the samples of all ranks. So the number of steps, and the samples of each step, do not depend on the number
-    of ranks. In each epoch, the sampler puts all samples in an order, and cuts this order into batches whose sizes differ by at
-    most one sample. Each epoch uses every sample once. (With `drop_last` all batches have the same size, and the remaining
-    samples are left out.) A batch is applied when all ranks have called `optimizer.step()`. If a rank is lost before the batch
-    is applied, the batch is divided again among the remaining ranks.
+    of ranks. Each epoch uses every sample once, in batches whose sizes differ by at most one sample. (With `drop_last` all
+    batches have the same size, and the remaining samples are left out.)
 
-    `Elastic` calls `divide` when the ranks change, and `advance` after each applied batch.
+    A batch is applied when all ranks have called `optimizer.step()`. If a rank is lost before, the batch is divided again among
+    the remaining ranks. `Elastic` calls `divide` when the ranks change, and `advance` after each applied batch.
 
     Args:
         samples: the number of samples in the data set.
@@ -80,16 +79,15 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def most_ranks(self) -> int:
-        """The largest possible number of ranks: the size of the smallest batch. With more ranks, a rank would get no sample."""
+        """The largest possible number of ranks: the size of the smallest batch."""
         return self._samples // self._batches
 
     @property
     def weight(self) -> float:
         """The weight of this rank's share of the present batch. Multiply the mean loss of the share by this weight.
 
-        The shares of two ranks may differ by one sample, but the average over the ranks gives the gradient of each rank the
-        same weight. With the weighted loss, the gradient is the average over all samples of the batch. If all shares have the
-        same size, the weight is 1.
+        The sizes of shares may differ by one sample. With the weighted loss, the averaged gradient is the average over all
+        samples of the batch. If all shares have the same size, the weight is 1.
         """
         begin, end = batch_bounds(self.applied, self._batches, self._samples)
         mine = self._share(self.applied)
@@ -102,7 +100,7 @@ class ElasticSampler(Sampler[list[int]]):
             self.applied = 0
 
     def divide(self, rank: int, ranks: int) -> None:
-        """Set this process's rank, and the number of ranks. From now on, batches are divided among this number of ranks.
+        """Set this process's rank and the number of ranks, among which batches are divided from now on.
 
         Raises:
             InvalidArgumentError: a batch has fewer samples than there are ranks.

@@ -31,9 +31,9 @@ class JoinHook:
     """
 
     def main_hook(self, present: Sequence[int]) -> None:
-        """Take part in the collectives that the joinable issues in one iteration on the ranks with inputs.
+        """Take part in the collectives of one iteration of the ranks with inputs.
 
-        Every rank without inputs calls this method once for each iteration of the other ranks.
+        Every rank without inputs calls this method once for each of these iterations.
 
         Args:
             present: the ranks that have inputs, at least one rank.
@@ -43,12 +43,11 @@ class JoinHook:
         """Give all ranks the same state. All ranks call this method when no rank has inputs left.
 
         Args:
-            last_rank: the highest rank among the ranks that had inputs in the last iteration. This number is the same on every
-                rank.
+            last_rank: the highest of the ranks that had inputs in the last iteration. This number is the same on every rank.
         """
 
     def leave(self) -> None:
-        """Undo the changes that the hook has made. `Join` calls this method when the context ends, also after an error.
+        """Undo the changes of the hook. `Join` calls this method when the context ends, also after an error.
 
         This is not a collective.
         """
@@ -57,7 +56,7 @@ class JoinHook:
 class Joinable(ABC):
     """An object that communicates in each iteration, and that supports ranks with different numbers of inputs.
 
-    Before the object communicates, it calls `Join.notify_join_context(self)`.
+    In each iteration, the object calls `Join.notify_join_context(self)` before it communicates.
     """
 
     _join: Join | None = None
@@ -67,8 +66,7 @@ class Joinable(ABC):
         """Make a new hook. `Join` calls this method at the start of the context; `self._join` is this context.
 
         Args:
-            kwargs: all further keyword arguments of `Join`. Each joinable gets all arguments, and ignores arguments that it
-                does not know.
+            kwargs: all further keyword arguments of `Join`. Each joinable gets all of them, and ignores unknown ones.
         """
 
     @property
@@ -85,9 +83,8 @@ class Joinable(ABC):
 class Join:
     """A context in which ranks may have different numbers of inputs.
 
-    If a rank leaves the loop early, it waits at the end of the context until all ranks have left the loop. While it waits, it
-    takes part in the collectives of the other ranks. If the body of the context raises an error on a rank, this rank raises the
-    error at once, and does not wait for other ranks.
+    A rank that leaves the loop early takes part in the collectives of the other ranks, until all ranks have left the loop. If
+    the body of the context raises an error on a rank, this rank does not wait for other ranks.
 
     Args:
         joinables: all objects that communicate in the loop, such as a `DistributedDataParallel` or an optimizer, in the order
@@ -102,8 +99,8 @@ class Join:
     Raises:
         InvalidArgumentError: there is no joinable, or the joinables have different groups.
         MisuseError: at the start of the context, if a joinable is already in a join context, or does not support this context.
-        DisagreementError: on every rank, if a rank has no inputs left and `throw_on_early_termination` is True. The error's
-            text names the ranks without inputs.
+        DisagreementError: on every rank, if a rank has no inputs left and `throw_on_early_termination` is True. The text names
+            the ranks without inputs.
     """
 
     def __init__(
@@ -137,10 +134,10 @@ class Join:
     def notify_join_context(joinable: Joinable) -> tuple[int, ...] | None:
         """Tell the context that this rank has inputs. A joinable calls this method before it communicates in an iteration.
 
+        The call of the context's first joinable is a collective.
+
         Returns:
-            The ranks that have inputs, or None outside of a context. Only the call of the first joinable in the context's list
-            is a collective, in which the ranks tell each other whether they have inputs. The calls of the other joinables
-            return the latest result.
+            The ranks that have inputs, or None outside of a context.
         """
         context = joinable._join
         if context is None:
@@ -198,7 +195,7 @@ class Join:
                 hook.leave()
 
     def _sync_active_ranks(self, *, present: bool) -> tuple[int, ...]:
-        """Every rank calls this, with or without inputs."""
+        """A collective of all ranks, with or without inputs."""
         roll = torch.zeros(self._group.size, dtype=torch.uint8, device=self._device)
         roll[self._group.rank] = int(present)
         self._group.all_reduce(roll, ReduceOp.MAX)

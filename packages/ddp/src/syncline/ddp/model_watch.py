@@ -1,4 +1,4 @@
-"""ModelWatch detects changes of the wrapped module's parameters, after which other gradients must be averaged."""
+"""Detect changes of the wrapped module's parameters, after which other gradients must be averaged."""
 
 from __future__ import annotations
 
@@ -30,32 +30,29 @@ class ModelWatch:
 
     Note [What tells that a model has changed]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Walking over a model in each step would cost a microsecond for each of its submodules. So the watch walks over the model
-    only after a sign of a change:
+    A walk over a model costs a microsecond for each of its submodules. So the watch walks over the model only after a sign of a
+    change:
 
     - torch reports when a parameter or a module is registered with a submodule. For example, an assignment to an attribute,
       `load_state_dict(assign=True)`, a parametrisation, or an adapter does so. This sign costs nothing in a step.
     - `_apply` of the wrapper, which `ddp.double()` calls, may replace parameters. So the wrapper itself sets `has_sign`.
     - Each forward checks whether parameters were frozen or unfrozen. This costs 0.03 us for each parameter.
-    - torch does not report layers that `insert` puts into a `Sequential` or a `ModuleList`, or layers that are taken out of a
-      container. So each forward checks the layers of the containers. This costs 0.3 us for each container, and 0.03 us for each
-      layer.
+    - torch does not report layers that `insert` puts into a container, or layers that are taken out. So each forward checks the
+      layers of the containers. This costs 0.3 us for each container, and 0.03 us for each layer.
     - Some changes give no sign, such as `ddp.module.double()` after a call of
       `torch.__future__.set_overwrite_module_params_on_conversion(True)`. To find these changes, the watch checks all attributes
-      that hold parameters or modules, which costs 0.05 us for each attribute. The watch makes this check after 0, 1, 2, 4, 8,
-      16 and 32 backwards that average gradients, and then after every 32 of these backwards (see `is_worth_a_look`). The number
-      of these backwards is the same on all ranks, so all ranks make this check in the same forward.
+      that hold parameters or modules, which costs 0.05 us for each attribute. This check comes after 0, 1, 2, 4, 8, 16 and 32
+      backwards that average gradients, and then after every 32 of these backwards (see `is_worth_a_look`). So all ranks make
+      this check in the same forward.
 
-    If the whole module is frozen (for example the discriminator of a GAN while the generator trains), there are no gradients to
-    average. So the watch reports no change. If unused parameters are allowed, parameters that were frozen or taken out count as
-    unused.
+    If the whole module is frozen, there are no gradients to average. So the watch reports no change. If unused parameters are
+    allowed, parameters that were frozen or taken out count as unused.
 
     Note [Tensors that stand in for parameters]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    During one call, `torch.func.functional_call` replaces the module's parameters by tensors of the caller: plain tensors,
-    results of a computation, or parameters of another module. The module itself has not changed, and its own parameters are
-    temporarily out of reach. So the watch does not look for changes in this forward. The watch looks for changes in the next
-    forward that uses the module's own parameters.
+    During one call, `torch.func.functional_call` replaces the module's parameters by tensors of the caller. The module has not
+    changed, and its own parameters are out of reach. So the watch looks for changes only in the next forward that uses the
+    module's own parameters.
 
     Args:
         state: lists the parameters and buffers of the watched module.
@@ -64,8 +61,7 @@ class ModelWatch:
             count as changes.
 
     Attributes:
-        has_sign: whether there was a sign of a change since the last `take_note` or `take_note_of_structure`. The first Note
-            lists the signs.
+        has_sign: whether there was a sign of a change since the last `take_note` or `take_note_of_structure`.
     """
 
     def __init__(self, state: ModuleState, owner: torch.nn.Module, *, allows_unused: bool) -> None:
@@ -79,7 +75,7 @@ class ModelWatch:
             _watches.add(self)
 
     def take_note(self) -> None:
-        """Remember the module's present parameters and buffers for later comparisons."""
+        """Remember the module's parameters and buffers for later comparisons."""
         parameters = self._state.parameters()
         self._kinds = [_kind(name, parameter) for name, parameter in parameters]
         self._frozen = [parameter for _, parameter in parameters if not parameter.requires_grad]
@@ -93,7 +89,7 @@ class ModelWatch:
         }
 
     def take_note_of_structure(self) -> None:
-        """Remember the module's present submodules, and the attributes that hold parameters, for later comparisons."""
+        """Remember the module's submodules, and the attributes that hold parameters, for later comparisons."""
         self.has_sign = False
         parts = list(self._state.module.modules())
         self._parts = {self._owner, id(None), *map(id, parts)}  # a container may hold None in place of a layer
@@ -134,7 +130,7 @@ class ModelWatch:
         return self.has_sign
 
     def _has_other_layers(self, container: torch.nn.Module, count: int) -> bool:
-        """Whether the container has other layers than at the last `take_note_of_structure`, when it had `count` layers."""
+        """Whether the container's layers have changed since `take_note_of_structure`, which found `count` layers."""
         layers = own_children(container)
         if len(layers) != count and not self._allows_unused:
             return True
@@ -154,8 +150,8 @@ class ModelWatch:
     def has_changed(self) -> bool:
         """Whether the module's parameters have changed since the last `take_note`.
 
-        The parameters have changed if the module has other parameters, or if a parameter has another dtype, device, shape or
-        strides, or if a parameter was frozen or unfrozen.
+        A change is another set of parameters, another dtype, device, shape or strides of a parameter, or a parameter that was
+        frozen or unfrozen.
         """
         if self._others_need_gradients():
             return True
@@ -173,23 +169,17 @@ class ModelWatch:
         return self.needs_gradients()
 
     def needs_gradients(self) -> bool:
-        """Whether a parameter requires a gradient. The result may ignore parameters that are new since the last `take_note`."""
+        """Whether a parameter requires a gradient. May ignore parameters that are new since the last `take_note`."""
         # If unused parameters are allowed, taking a layer out is no change, so `_averaged` may hold its parameters.
         return self._state.needs_gradients() if self._allows_unused else any(map(_requires_grad_of, self._averaged))
 
     def new(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Return the parameters that are new since the last `take_note`.
-
-        A parameter that was frozen at the last `take_note` and requires a gradient now also counts as new.
-        """
+        """Return the parameters that are new since the last `take_note`, or were frozen then and require a gradient now."""
         thawed = {id(parameter) for parameter in self._frozen if parameter.requires_grad}
         return [(name, p) for name, p in self._state.parameters() if id(p) not in self._known or id(p) in thawed]
 
     def new_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the buffers that are new since the last `take_note`.
-
-        A buffer is new if its module is new, or if the module had no buffer with this name.
-        """
+        """Return the buffers whose module or name is new since the last `take_note`."""
         new = {
             f"{prefix}.{name}" if prefix else name
             for prefix, part in self._state.module.named_modules()
@@ -201,7 +191,7 @@ class ModelWatch:
     def note_registration(self, part: torch.nn.Module) -> None:
         """Set `has_sign` if `part` belongs to the watched module.
 
-        A hook of torch calls this method when code registers a parameter or a module with the submodule `part`.
+        A hook of torch calls this method when code registers a parameter or a module with `part`.
         """
         if id(part) in self._parts:
             self.has_sign = True

@@ -19,7 +19,7 @@ _NORMALIZATION = (BatchNorm, InstanceNorm)
 
 
 class ModuleState:
-    """The parameters and buffers that the replicas of a module share: all except the ignored parameters and buffers.
+    """The parameters and buffers that the replicas of a module share: all except the ignored ones.
 
     Args:
         module: the module.
@@ -36,8 +36,7 @@ class ModuleState:
     def parameters(self) -> NamedParameters:
         """Return all shared parameters with their names, each parameter once, in the order of definition.
 
-        A parameter that several layers use has several names. Such a parameter is shared if at least one of these names is not
-        ignored.
+        A parameter with several names is shared if at least one of these names is not ignored.
         """
         if not self._ignored:  # the usual case
             return list(self.module.named_parameters())
@@ -69,16 +68,15 @@ class ModuleState:
         return [layer for layer in self.module.modules() if isinstance(layer, _NORMALIZATION)]
 
     def check(self, group: ProcessGroup, *, buffers: bool) -> None:
-        """Check that the group can send all tensors from one rank to the others. This method does not communicate.
+        """Check that the group can send all tensors from one rank to the others. This is not a collective.
 
         Args:
             group: the group whose ranks share the tensors.
             buffers: whether the ranks also share buffers.
 
         Raises:
-            MisuseError: a tensor is not initialised yet (lazy modules), is a DTensor, is sparse, or is on a device that the
-                group's backend cannot use. Or several elements of a tensor share memory, so that code cannot write to the
-                tensor. The error names the tensor.
+            MisuseError: a tensor is not initialised yet (lazy modules), is a DTensor, is sparse, is on a device that the
+                group's backend cannot use, or has elements that share memory. The text names the tensor.
         """
         for name, parameter in self.parameters():
             problem = _problem(parameter, group)
@@ -111,7 +109,7 @@ class ModuleState:
         return trainable
 
     def sparse_parameters(self) -> set[int]:
-        """Return the `id`s of the parameters with sparse gradients. These are the weights of embeddings with `sparse=True`."""
+        """Return the `id`s of the parameters with sparse gradients: the weights of embeddings with `sparse=True`."""
         embeddings = (m for m in self.module.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
         return {id(embedding.weight) for embedding in embeddings if embedding.sparse}
 
@@ -119,34 +117,29 @@ class ModuleState:
         """Check that all ranks have tensors with the same names, shapes, strides and dtypes. This is a collective.
 
         Raises:
-            DisagreementError: on all ranks, if the tensors differ between ranks, or if different parameters are frozen on
-                different ranks.
+            DisagreementError: on all ranks, if the tensors differ between ranks, or if different parameters are frozen.
         """
         named: list[tuple[str, torch.Tensor]] = [*self.parameters(), *(self.buffers() if buffers else [])]
         verify_same_parameters([name for name, _ in named], [tensor for _, tensor in named], group=group)
 
     def broadcast(self, group: ProcessGroup, root: int, *, buffers: bool) -> None:
-        """Give every rank the root's parameters, in place. If `buffers` is True, also the buffers. This is a collective."""
+        """Copy the root's parameters, and with `buffers` also its buffers, to every rank. This is a collective."""
         named: list[tuple[str, torch.Tensor]] = [*self.parameters(), *(self.buffers() if buffers else [])]
         broadcast_tensors(named, group, root)
 
 
 def broadcast_tensors(named: Sequence[tuple[str, torch.Tensor]], group: ProcessGroup, root: int) -> None:
-    """Give every rank the root's tensors, in place. This is a collective."""
+    """Copy the root's tensors into the tensors of every rank. This is a collective."""
     broadcast_coalesced(writable(tensor for _, tensor in named), group=group, root=root)
 
 
 def writable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return detached views of the tensors.
-
-    In an expanded tensor, several elements share memory, so code cannot write to it. The view contains each element only once,
-    so code can write to the view.
-    """
+    """Return detached views of the tensors, in which each element occurs only once. Code can write to these views."""
     return [tensor.detach() if 0 not in tensor.stride() else tensor.detach()[first_of_each(tensor)] for tensor in tensors]
 
 
 def put_buffer(holder: torch.nn.Module, name: str, tensor: torch.Tensor | None, *, persistent: bool) -> None:
-    """Make a tensor, or None, the buffer of this name. If there is such a buffer already, it stays persistent or not."""
+    """Make a tensor, or None, the buffer of this name. `persistent` has no effect on a buffer that exists already."""
     if name in holder._buffers:
         setattr(holder, name, tensor)
         return
@@ -156,7 +149,7 @@ def put_buffer(holder: torch.nn.Module, name: str, tensor: torch.Tensor | None, 
 
 
 def first_of_each(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Return an index `index` for an expanded tensor, so that the view `tensor[index]` contains each element only once."""
+    """Return an index for an expanded tensor, so that the view `tensor[index]` contains each element only once."""
     return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
 
 

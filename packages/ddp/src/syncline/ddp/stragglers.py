@@ -21,14 +21,14 @@ logger = logging.getLogger("syncline.ddp")
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank that was last in the most steps: the rank whose last gradient came later than those of all other ranks.
+    """The rank that was last in the most steps: its last gradient came later than those of all other ranks.
 
     Attributes:
         rank: the straggler's rank in the group.
         times_last: the number of steps in which this rank was last.
         steps: the number of all steps.
-        late_s: the median of this rank's delays in seconds, over the steps in which this rank was last. The delay in a step is
-            the time from the median of the other ranks' last gradients to this rank's last gradient.
+        late_s: the median of this rank's delays in seconds, over the steps in which this rank was last. A delay is the time
+            from the median of the other ranks' last gradients to this rank's last gradient.
     """
 
     rank: int
@@ -44,11 +44,9 @@ class Straggler:
 def find_straggler(steps: Sequence[Sequence[float]]) -> Straggler:
     """Return the rank that was last in the most steps. Among ranks with the same number, the longest delay decides.
 
-    This is a pure function.
-
     Args:
-        steps: for each step and each rank, the time of the last gradient in seconds. All ranks measure from the same moment. At
-            least one step and two ranks are necessary.
+        steps: for each step and each rank, the time of the last gradient in seconds, from a moment that all ranks have in
+            common. At least one step and two ranks.
     """
     last = [max(range(len(times)), key=times.__getitem__) for times in steps]
     late = {
@@ -64,17 +62,16 @@ def _lateness(times: Sequence[float], rank: int) -> float:
 
 
 class StragglerWatch:
-    """Lets rank 0 log the `Straggler` of the latest N steps, after every N steps. N is `every`. The logger is `syncline.ddp`.
+    """Lets rank 0 log the `Straggler` of the latest N steps, after every N steps. The logger is `syncline.ddp`.
 
-    The ranks need not compare their clocks, because all ranks measure from the same moment: the end of the previous step. (A
-    reduction ends only after all ranks have contributed.) The time since this moment includes reading data, forward and
-    backward.
+    All ranks measure from the same moment: the end of the previous step, when a reduction of all ranks has ended. So their
+    clocks need no comparison. The measured time includes reading data, forward and backward.
 
     Args:
         group: the group whose ranks average their gradients.
-        every: the number of steps between two lines of the log.
+        every: N, the number of steps between two lines of the log.
 
-    Cost: after every N steps an all-gather of 8 N bytes from each rank. The reducer measures the times in any case.
+    Cost: after every N steps an all-gather of 8 N bytes from each rank.
     """
 
     def __init__(self, group: ProcessGroup, every: int) -> None:
@@ -84,11 +81,9 @@ class StragglerWatch:
         self._times: list[float] = []
 
     def note_step(self, seen: IterationStatistics) -> None:
-        """Store the time of a step's last gradient, measured from the end of the previous step.
+        """Store the time of a step's last gradient. Call this method after each step's backward.
 
-        Call this method after each step's backward. The first call stores no time, because the end of the previous step is not
-        known. The ranks compare their times after every N stored times, so each Nth such call is a
-        collective. N is the argument `every` of the constructor.
+        The first call stores no time. Each Nth later call is a collective; N is the argument `every` of the constructor.
         """
         # No step ends before the first step, so the ranks have no common moment from which to measure.
         if self._common is not None:
@@ -123,7 +118,7 @@ def checked_every(every: object, name: str) -> int:
     """Check a number of steps, and return it.
 
     Raises:
-        InvalidArgumentError: `every` is not a whole number of at least 1. The error's text contains `name`.
+        InvalidArgumentError: `every` is not a whole number of at least 1. The text contains `name`.
     """
     if not isinstance(every, int) or every < 1:
         raise InvalidArgumentError(f"{name}: expected a number of steps of at least 1, found {every!r}")

@@ -37,8 +37,6 @@ _PLAIN_FORWARDS = (BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
 class SyncBatchNorm(BatchNorm):
     """Batch normalisation with the mean and the variance of the whole batch of all ranks.
 
-    The result is the same as in one process with the whole batch.
-
     In training, forward and backward are collectives. The ranks' batches may have different sizes, and may be empty. In
     evaluation, and in a group of one rank, the layer is plain batch normalisation. The layer supports no second derivatives.
 
@@ -99,8 +97,8 @@ class SyncBatchNorm(BatchNorm):
             The module, or the new layer if the module itself is a batch normalisation.
 
         Raises:
-            MisuseError: a layer is not initialised yet (lazy), or is parametrised. Or the layer's class overrides `forward`, so
-                that the conversion would lose this `forward`. Or this rank is not in the group.
+            MisuseError: a layer is not initialised yet (lazy), is parametrised, or has a class that overrides `forward`. Or
+                this rank is not in the group.
         """
         NonMember.refuse(process_group)
         replaced: dict[torch.nn.Module, torch.nn.Module] = {}
@@ -126,12 +124,12 @@ class SyncBatchNorm(BatchNorm):
         return converted
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise a batch. In training, a forward is a collective: a rank with an empty batch must take part.
+        """Normalise a batch. In training, a forward is a collective, also with an empty batch.
 
         Raises:
             InvalidArgumentError: the input's shape is wrong, or there are fewer than two values per channel over all ranks.
-            DisagreementError: on all ranks, in the first forward over a group, if the ranks' layers have different numbers of
-                channels, or the ranks' inputs have different dtypes.
+            DisagreementError: on all ranks, in the first forward over a group, if the layers have different numbers of
+                channels, or the inputs have different dtypes.
         """
         group = self._group() if self.training else None
         if group is None or group.size == 1:
@@ -195,7 +193,7 @@ class SyncBatchNorm(BatchNorm):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes, for pickle. The loaded layer uses the default group of the process that loads it.
+        """Return all attributes, for pickle. A loaded layer uses the default group of its process.
 
         Raises:
             MisuseError: the layer has a `process_group`.
@@ -211,9 +209,7 @@ class SyncBatchNorm(BatchNorm):
 def convert_sync_batchnorm(
     module: torch.nn.Module, process_group: ProcessGroup | dist.ProcessGroup | None = None
 ) -> torch.nn.Module:
-    """Replace each batch normalisation in a module, also torch's SyncBatchNorm, by `SyncBatchNorm`.
-
-    This is not a collective.
+    """Replace each batch normalisation in a module, also torch's SyncBatchNorm, by `SyncBatchNorm`. This is not a collective.
 
     Args:
         module: the module. It is changed in place. The new layers take over parameters, buffers, hooks and other attributes.
@@ -224,17 +220,14 @@ def convert_sync_batchnorm(
         The module, or the new layer if the module itself is a batch normalisation.
 
     Raises:
-        MisuseError: a layer is not initialised yet (lazy), or is parametrised. Or the layer's class overrides `forward`, so
-            that the conversion would lose this `forward`. Or this rank is not in the group.
+        MisuseError: a layer is not initialised yet (lazy), is parametrised, or has a class that overrides `forward`. Or this
+            rank is not in the group.
     """
     return SyncBatchNorm.convert_sync_batchnorm(module, process_group)
 
 
 def refuse_layers_that_see_one_rank(module: torch.nn.Module, group: ProcessGroup) -> None:
     """Raise an error if a SyncBatchNorm of torch would normalise each rank's batch separately.
-
-    torch's layer communicates over torch.distributed. If torch.distributed is not initialised, torch's layer silently uses only
-    this rank's batch.
 
     Raises:
         MisuseError: the module has such a layer, the group has several ranks, and torch.distributed is not initialised.

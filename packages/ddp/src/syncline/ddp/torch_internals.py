@@ -67,7 +67,7 @@ def check_low_precision(modules: Iterable[torch.nn.Module]) -> None:
     """Check that this torch can run modules with low-precision copies in place of their parameters.
 
     Raises:
-        MisuseError: this torch cannot run modules with such copies. The error's text names the missing parts of torch.
+        MisuseError: this torch lacks a part that is necessary. The text names all missing parts.
     """
     lacks = [
         name
@@ -93,7 +93,7 @@ def check_low_precision(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def gloo_threads(group: object) -> int | None:
-    """Return the number of threads that a group of torch uses for Gloo. None for other groups, or if it is not known."""
+    """Return the number of threads that a group of torch uses for Gloo. None if it is not known."""
     try:
         threads: int = group._get_backend(torch.device("cpu")).options._threads  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):
@@ -107,7 +107,7 @@ def current_backward() -> int:
 
 
 def backward_keeps_graph() -> bool:
-    """Whether the backward that runs on this thread keeps what its graph has saved (`retain_graph`)."""
+    """Whether the backward that runs on this thread has `retain_graph=True`."""
     return _keeps_graph()
 
 
@@ -133,10 +133,7 @@ def moved_to(device: torch.device, inputs: tuple[Any, ...], kwargs: dict[str, An
 
 
 def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-    """Return a context in which autograd does not see changes of these tensors.
-
-    Graphs that have saved these tensors stay valid.
-    """
+    """Return a context in which autograd does not see changes of these tensors. Saved tensors stay valid."""
     if _preserve is None:
         return nullcontext()
     if _PRESERVES_SEVERAL:
@@ -149,17 +146,14 @@ def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the parameters that are attributes of the module itself (not of its submodules), by name.
-
-    The result is the module's own dict. If the caller puts a tensor into this dict, the tensor takes the parameter's place.
-    """
+    """Return the module's own dict of its parameters by name, without those of submodules. Code may write to it."""
     return getattr(module, "_parameters", {})
 
 
 def given_to_functional_call() -> set[int]:
     """Return the `id`s of the tensors that unfinished calls of `torch.func.functional_call` have put into modules.
 
-    Cost: this function reads each frame of the Python stack, which takes 2 microseconds for 40 frames.
+    Cost: 2 microseconds for a Python stack of 40 frames.
     """
     given: set[int] = set()
     if _functional_call is None:
@@ -183,7 +177,7 @@ def was_written(tensor: torch.Tensor) -> bool:
 
 
 def own_children(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the module's direct submodules by name. If torch has no `Module._modules`, the result is empty."""
+    """Return the module's direct submodules by name. Empty if torch has no `Module._modules`."""
     return getattr(module, "_modules", {})
 
 

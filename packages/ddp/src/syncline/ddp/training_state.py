@@ -30,7 +30,7 @@ def can_be_saved(thing: object) -> bool:
 
 
 class StateLostError(RankLostError):
-    """Raised if all ranks that had the state of the training are lost."""
+    """All ranks that had the state of the training are lost."""
 
 
 NO_RECOVERY = (RankGivenUpError, StoreError, StateLostError)
@@ -38,14 +38,12 @@ NO_RECOVERY = (RankGivenUpError, StoreError, StateLostError)
 
 
 def rank_with_state(progress: Sequence[int | None]) -> int:
-    """Return the lowest rank that has the newest state. The other ranks can then get the state of this rank.
+    """Return the lowest rank that has the newest state of the training.
 
-    All ranks call this function after a change of the group. The argument is the same on all ranks, so the result is also the
-    same.
+    All ranks call this function after a change of the group, with the same argument.
 
     Args:
-        progress: for each rank, a number that grows with each step. None for a newcomer that does not have the state of the
-            training yet.
+        progress: for each rank, a number that grows with each step. None for a newcomer without a state.
 
     Raises:
         StateLostError: no rank has the state.
@@ -60,8 +58,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     """Load a `state_dict` of an optimizer, and keep all dtypes.
 
     torch's `load_state_dict` converts most floating-point states to the dtype of their parameter, for example the `mu_product`
-    of NAdam. With torch's method, this rank would compute in other dtypes than the rank whose state it loads, and the replicas
-    would differ after a few steps.
+    of NAdam. Then the replicas would differ after a few steps.
     """
     optimizer.load_state_dict(state)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -99,7 +96,7 @@ class TrainingState:
         self._stateful = stateful
 
     def outline(self) -> dict[str, str]:
-        """Describe the parameters and the types of objects. On a rank that loads the state, the description must be equal."""
+        """Describe the parameters and the types of objects. A rank that loads the state must have an equal description."""
         sizes = {each: [len(group["params"]) for group in each.param_groups] for each in self._optimizers}
         return {
             # An error names the first difference by these words.
@@ -136,7 +133,7 @@ class TrainingState:
         """Give this rank the state that `collect` has returned on another rank.
 
         Returns:
-            The parameters whose gradients are in the state, without the parameters whose gradients are set to zeros.
+            The parameters whose gradients are in the state.
         """
         self._make_buffers_like(state["buffers"], state["temporary"])
         self._model.module.load_state_dict(state["model"])
@@ -175,8 +172,7 @@ class TrainingState:
     def _make_buffers_like(self, buffers: dict[str, torch.Tensor | None], temporary: Collection[str]) -> None:
         """Give this rank's module the buffers that another rank's module has, but not yet their values.
 
-        A forward may have made a buffer, made it larger (a cache for the longest sequence so far), set it to None, deleted it,
-        or put one tensor into several buffers.
+        A forward may have made, enlarged, replaced or deleted a buffer, or put one tensor into several buffers.
         """
         mine = self._buffers()
         for name in mine.keys() - buffers.keys():
@@ -204,9 +200,8 @@ class TrainingState:
 class HookState:
     """The state of a communication hook. Ranks can share a state if it has `state_dict` and `load_state_dict`.
 
-    A state of `syncline.hooks` is the same on all ranks, except for the errors of error feedback (the parts of gradients that
-    compression left out). A failed step may have changed the state on some ranks only. So after a recovery all ranks take the
-    state of one rank.
+    A failed step may have changed the state on some ranks only. So after a recovery all ranks take the state of one rank, but
+    keep their own errors of error feedback (the parts of gradients that compression left out).
 
     Args:
         state: the hook's first argument.
@@ -230,10 +225,7 @@ class HookState:
 
 
 def _with_errors_of(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the saved state `other` with the errors of the saved state `own`.
-
-    The copy fits a group of any size.
-    """
+    """Return a copy of the saved state `other` with the errors of the saved state `own`. The copy fits a group of any size."""
     mixed = dict(other)
     if "errors" in other:
         mixed.update(errors=own.get("errors", {}), rank=None, world_size=None)

@@ -478,7 +478,7 @@ def alltoall(
 
     Returns:
         The received rows, in the order of the sending ranks. If `splits` is given, also a tensor of integers: the number of
-            rows from each rank.
+        rows from each rank.
     """
     counts = _counts_of(splits)
     _check("alltoall", [tensor])
