@@ -23,7 +23,7 @@ def check_module(module: object) -> None:
     """Check that the argument is a module.
 
     Raises:
-        InvalidArgumentError: the argument is not a module, but for example a class or a function.
+        InvalidArgumentError: the argument is not a module.
     """
     if isinstance(module, torch.nn.Module):
         return
@@ -35,8 +35,6 @@ def check_module(module: object) -> None:
 
 def bucket_caps_bytes(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None) -> list[int]:
     """Return the size limits in bytes of the first, second, ... bucket. The last limit also applies to all further buckets.
-
-    If no size is given, the first bucket is smaller than the others, as in torch.
 
     Raises:
         InvalidArgumentError: the script passed both arguments or an empty list, or a size is not a finite number above 0.
@@ -52,18 +50,15 @@ def bucket_caps_bytes(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Seq
 
 
 def tunes_buckets(bucket_cap_mb: object, bucket_cap_mb_list: Sequence[float] | None) -> bool:
-    """Whether the script passed `bucket_cap_mb="auto"`, so that DDP measures steps and then chooses the bucket sizes.
-
-    If the script also passed `bucket_cap_mb_list`, the result is False, because `bucket_caps_bytes` then raises an error.
-    """
+    """Whether the script passed `bucket_cap_mb="auto"`, without `bucket_cap_mb_list`."""
     return isinstance(bucket_cap_mb, str) and bucket_cap_mb == AUTO and bucket_cap_mb_list is None
 
 
 def buffer_synchronization(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
     """Return two flags: whether to broadcast buffers at construction, and whether to broadcast buffers before forwards.
 
-    As in torch, `broadcast_buffers=False` means that buffers are never broadcast. `forward_sync_buffers=False` means that
-    buffers are broadcast only at construction. If the script passes both arguments, `broadcast_buffers` has no effect.
+    As in torch, `broadcast_buffers=False` turns off both. `forward_sync_buffers=False` only turns off broadcasts before
+    forwards. If the script passes both arguments, `broadcast_buffers` has no effect.
     """
     # `broadcast_buffers` is older than `forward_sync_buffers`. Scripts may still pass it.
     if broadcast_buffers is not None:
@@ -81,7 +76,7 @@ def buffer_synchronization(broadcast_buffers: bool | None, forward_sync_buffers:
 
 
 def check_unused(find_unused_parameters: bool, skip_all_reduce_unused_params: bool, static_graph: bool) -> None:
-    """Check that the reducer looks for unused parameters in every backward, if `skip_all_reduce_unused_params` is True.
+    """Check the arguments for unused parameters.
 
     Raises:
         InvalidArgumentError: `skip_all_reduce_unused_params` is True without `find_unused_parameters`, or with `static_graph`.
@@ -94,13 +89,13 @@ def check_unused(find_unused_parameters: bool, skip_all_reduce_unused_params: bo
 
 
 def check_lazy_bucket_allocation(lazy_bucket_allocation: bool) -> None:
-    """Warn if `lazy_bucket_allocation` is True, because this argument has no effect in Syncline."""
+    """Warn if `lazy_bucket_allocation` is True, because it has no effect."""
     if lazy_bucket_allocation:
         warnings.warn("lazy_bucket_allocation=True saves no memory: buckets are kept between backwards", stacklevel=4)
 
 
 def check_deprecated(dim: int, check_reduction: bool) -> None:
-    """Check the two deprecated arguments, which torch still accepts from old scripts. `check_reduction=True` causes a warning.
+    """Check the two deprecated arguments. `check_reduction=True` causes a warning.
 
     Raises:
         InvalidArgumentError: `dim` is not 0.
@@ -148,9 +143,8 @@ def placement(device_ids: Sequence[Any] | None, output_device: Any, parameters: 
     """Return the device to which forwards move their inputs. None: inputs stay on their devices.
 
     Raises:
-        InvalidArgumentError: `device_ids` is given, but the module is on the CPU or on several devices. Or `device_ids` does
-            not contain exactly one device, the module's device. Or `output_device` is another device, or is given without
-            `device_ids`.
+        InvalidArgumentError: `device_ids` is given, but is not exactly the module's device, or the module is on the CPU or on
+            several devices. Or `output_device` is another device, or is given without `device_ids`.
     """
     devices = sorted({str(parameter.device) for parameter in parameters})
     # An empty list means the same as None, as in torch.

@@ -20,9 +20,8 @@ class BatchNormalization(torch.autograd.Function):
 
         weight / sqrt(variance + eps) * (g - sum(g) / n - x' * sum(g * x') / n)
 
-    The sums are over all ranks. One all_reduce computes sum(g) and sum(g * x'), with 16 bytes for each channel. The gradients
-    of weight and bias come only from this rank's part of the batch, because the reducer averages them later, like the gradients
-    of all other parameters.
+    The sums are over all ranks, by one all_reduce of 16 bytes for each channel. The gradients of weight and bias come only from
+    this rank's part of the batch, because the reducer averages them later.
     """
 
     @staticmethod
@@ -46,7 +45,7 @@ class BatchNormalization(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Compute the gradients of inputs, weight and bias. The call is a collective if the inputs require a gradient."""
+        """Compute the gradients of inputs, weight and bias. A collective if the inputs require a gradient."""
         inputs, weight, mean, scale = ctx.saved_tensors
         dims, shape = reduced_dims(inputs), channel_shape(inputs)
         gradient = gradients[0].to(mean.dtype)

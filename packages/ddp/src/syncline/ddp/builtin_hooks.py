@@ -15,7 +15,7 @@ from .mixed_precision import average_in
 
 
 def builtin_hook(kind: dist.BuiltinCommHookType) -> CommunicationHook | None:
-    """Return the hook with this name. The result is None for ALLREDUCE, because a plain average needs no hook.
+    """Return the hook with this name. None for ALLREDUCE: a plain average needs no hook.
 
     Raises:
         InvalidArgumentError: no hook has this name.
@@ -28,5 +28,5 @@ def builtin_hook(kind: dist.BuiltinCommHookType) -> CommunicationHook | None:
 
 
 def average_as_float16(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket in float16; see `average_in`. This is a communication hook that ignores its state."""
+    """A communication hook that averages a bucket in float16; see `average_in`."""
     return average_in(torch.float16, bucket)

@@ -51,10 +51,10 @@ class JoinConfig(NamedTuple):
 
 
 class ReducerNames:
-    """The attributes of torch's reducer (`ddp.reducer`) that other libraries use, with torch's names.
+    """The attributes of torch's reducer (`ddp.reducer`) that other libraries use.
 
     Args:
-        reducer: Syncline's reducer, to which the calls go.
+        reducer: Syncline's reducer, which gets the calls.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -64,17 +64,13 @@ class ReducerNames:
         """Do nothing, because the wrapped module's forward prepares the reducer."""
 
     def prepare_for_backward(self, tensors: Any) -> None:  # noqa: ARG002 - torch's
-        """Let the next backward average gradients.
-
-        `tensors` has no effect, because the reducer asks autograd which parameters backward will reach.
-        """
+        """Let the next backward average gradients. `tensors` has no effect."""
         self._reducer.prepare_for_backward()
 
     def _rebuild_buckets(self) -> bool:
-        """Build the buckets now, if the next forward would build them. If this call builds buckets, it is a collective.
+        """Build the buckets now, if they are due. Return whether this call has built them in the order of the gradients.
 
-        Returns:
-            Whether this call has built the buckets in the order in which gradients arrived.
+        If this call builds buckets, it is a collective.
         """
         return self._reducer.rebuild_buckets()
 
@@ -95,7 +91,7 @@ class ReducerNames:
 
 
 class LoggerNames:
-    """The attributes of torch's logger (`ddp.logger`) that other libraries use, with torch's names.
+    """The attributes of torch's logger (`ddp.logger`) that other libraries use.
 
     Args:
         ddp: the wrapped module that the logging data describes.
@@ -126,7 +122,7 @@ class LoggerData:
 
 
 class TorchNames:
-    """A mixin that adds attributes and methods of torch's DDP to DistributedDataParallel. Most are private in torch."""
+    """A mixin with attributes and methods of torch's DDP. Most are private in torch."""
 
     if TYPE_CHECKING:
         _group: ProcessGroup
@@ -166,12 +162,12 @@ class TorchNames:
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """The size limit of a bucket in bytes. If buckets have different limits, this is the largest limit."""
+        """The largest size limit of a bucket in bytes."""
         return max(self._bucket_caps_bytes)
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
-        """The size limits in bytes of the first, second, ... bucket. Empty if the script did not pass `bucket_cap_mb_list`."""
+        """The size limits in bytes of the first, second, ... bucket. Empty without `bucket_cap_mb_list`."""
         return self._bucket_caps_bytes if self._lists_bucket_caps else []
 
     @property

@@ -1,6 +1,6 @@
 """A dedicated group is a second group with the same ranks as another group.
 
-The dedicated group runs collectives that have no fixed position in the order of the other group's collectives.
+Its collectives need no fixed position in the order of the other group's collectives.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _lock = threading.Lock()
 
 
 def dedicated_group(group: ProcessGroup) -> ProcessGroup:
-    """Return a second group with the same ranks. The order of calls in one group does not depend on calls in the other group.
+    """Return a second group with the same ranks. The calls in one group may have any order relative to the calls in the other.
 
     The first call for a group is a collective of this group.
 
     Note [A group of its own]
     ~~~~~~~~~~~~~~~~~~~~~~~~
-    A layer may communicate in backward, when autograd reaches the layer. The reducer also communicates in backward, and the
-    moment when it starts a bucket depends on the parameters that this rank has not used. So the calls of the layer and of the
-    reducer may have a different order on each rank. In one group, different orders would be a disagreement. In two groups,
-    different orders do no harm, and the layer need not wait for the buckets that are being reduced.
+    A layer may communicate in backward, when autograd reaches the layer. The reducer also communicates in backward, and may
+    start a bucket at different moments on different ranks. So the calls of the layer and of the reducer may have a different
+    order on each rank. In one group, this would be a disagreement. In two groups, it does no harm, and the layer need not wait
+    for the buckets that are being reduced.
     """
     key = group if group.torch_group is None else group.torch_group
     with _lock:

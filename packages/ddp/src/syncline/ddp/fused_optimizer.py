@@ -37,7 +37,7 @@ class AverageHooks:
         return handle
 
     def __call__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Call the hooks for these parameters, then step the parameters. Call this after their gradients were averaged."""
+        """Call the hooks for these parameters, then step the parameters. The reducer calls this with averaged gradients."""
         if self._hooks:
             for parameter in parameters:
                 for hook in tuple(self._hooks.values()):
@@ -46,13 +46,10 @@ class AverageHooks:
 
 
 class FusedOptimizer:
-    """Steps each parameter as soon as its gradient is averaged. Each parameter has its own optimizers.
-
-    While the parameters of one bucket step, the next buckets are being reduced.
+    """Steps each parameter as soon as its gradient is averaged, while later buckets are being reduced.
 
     Attributes:
-        optimizers: for each parameter, a list of its optimizers. `register` adds one optimizer. `adopt` adds one or several
-            optimizers.
+        optimizers: for each parameter, a list of its optimizers.
     """
 
     def __init__(self) -> None:
@@ -79,8 +76,7 @@ class FusedOptimizer:
     def adopt(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Take over the optimizers that torch's `_apply_optimizer_in_backward` has attached to the parameters.
 
-        Otherwise these optimizers would step before the gradients are averaged. As in torch, `parameter.grad` becomes None
-        after the parameter's step.
+        As in torch, `parameter.grad` becomes None after the parameter's step.
         """
         for parameter in parameters:
             if hasattr(parameter, IN_BACKWARD_OPTIMIZERS) and parameter not in self.optimizers:
@@ -89,7 +85,7 @@ class FusedOptimizer:
                 self._drops_gradient.add(parameter)
 
     def step(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Step the parameters that have an optimizer here. Call this method after the parameters' gradients are averaged."""
+        """Step the parameters that have an optimizer here. Call this method after their gradients are averaged."""
         if not self.optimizers:  # the usual case; looking up each parameter would take as long as copying its gradient
             return
         for parameter in parameters:

@@ -18,8 +18,7 @@ def check_hook(hook: Callable[..., Any]) -> None:
 
     Raises:
         InvalidTypeError: the hook is not callable.
-        InvalidArgumentError: the second parameter is annotated with a class, and a bucket is not an instance of this class. Or
-            the return value is annotated with a class, and a future is not an instance of this class.
+        InvalidArgumentError: the annotation of the second argument or of the result names another class.
     """
     if not callable(hook):
         raise InvalidTypeError(
@@ -42,7 +41,7 @@ def check_hook(hook: Callable[..., Any]) -> None:
 
 
 def _contradicts(annotation: Any, *expected: type) -> bool:
-    """Whether the annotation is a class other than a protocol, and none of the expected types is a subclass of this class."""
+    """Whether the annotation is a class, but no protocol, and none of the expected types is a subclass of it."""
     kind = get_origin(annotation) or annotation
     if kind in (inspect.Signature.empty, Any) or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return False

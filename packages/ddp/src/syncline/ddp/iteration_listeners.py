@@ -1,4 +1,4 @@
-"""IterationListeners calls functions after each reduced backward: a backward whose gradients were reduced over the ranks."""
+"""Call functions after each reduced backward: a backward whose gradients were reduced over the ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class IterationListeners:
         self._listeners: list[Listener] = []
 
     def __bool__(self) -> bool:
-        """Whether there is a listener."""
         return bool(self._listeners)
 
     def __call__(self, statistics: IterationStatistics) -> None:
@@ -29,7 +28,7 @@ class IterationListeners:
             listener(statistics)
 
     def add(self, listener: Listener) -> None:
-        """Add a listener. From now on, call this listener after each reduced backward."""
+        """Call this listener after each later reduced backward."""
         self._listeners.append(listener)
 
     def remove(self, listener: Listener) -> None:

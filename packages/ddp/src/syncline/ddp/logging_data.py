@@ -44,7 +44,7 @@ class RuntimeSamples:
     """The mean times of sampled iterations. As in torch, these are the first ten iterations, and then one in `sample_rate`.
 
     Attributes:
-        sample_rate: after the first ten iterations, one iteration in `sample_rate` is sampled. At least 1.
+        sample_rate: at least 1.
     """
 
     def __init__(self) -> None:
@@ -63,10 +63,7 @@ class RuntimeSamples:
                 self._samples.append(_durations(before))
 
     def describe(self) -> LoggingData:
-        """Return the number of the latest sampled iteration: 1 for the first iteration, 0 if no iteration was sampled.
-
-        If iterations were sampled, the result also has the means of their times in nanoseconds.
-        """
+        """Return the number of the latest sampled iteration (0: none), and the mean times of sampled iterations in ns."""
         if self._iteration is None:
             return {"iteration": 0}
         names = ("forward_compute", "backward_compute", "backward_comm", "backward_compute_comm_overlap")
@@ -78,22 +75,19 @@ class RuntimeSamples:
 
 
 def describe_error(reducer: Reducer) -> LoggingData:
-    """Return the latest error, and the flag `has_error`. If there was no error, return an empty dict."""
+    """Return the latest error, and the flag `has_error`. Empty if there was no error."""
     return {} if reducer.latest_error is None else {"has_error": 1, "error": reducer.latest_error}
 
 
 def describe_hook(hook: Callable[..., Any] | None, builtin: dist.BuiltinCommHookType | None) -> LoggingData:
-    """Return the name of the communication hook. A closure's name includes the name of the enclosing function.
-
-    If there is no hook, the result is empty.
-    """
+    """Return the name of the communication hook. Empty if there is no hook."""
     if builtin is not None:
         return {"comm_hook": str(builtin)}
     return {} if hook is None else {"comm_hook": name_of_hook(hook)}
 
 
 def name_of_hook(hook: Callable[..., Any]) -> str:
-    """Return the name of a communication hook. If the hook is not a function, return the name of its class."""
+    """Return the qualified name of a communication hook, or of its class if the hook is not a function."""
     return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
@@ -111,7 +105,7 @@ def describe_module(
         module: the module.
         parameters: the parameters whose gradients are averaged.
         group: the group whose ranks average their gradients.
-        given: the group that the script passed: either `group` itself, or the group of torch that `group` wraps.
+        given: the group that the script passed: `group` itself, or the group of torch that `group` wraps.
     """
     threads = gloo_threads(given)
     return {
@@ -151,19 +145,13 @@ def describe_buckets(reducer: Reducer) -> LoggingData:
 
 
 def describe_algorithms(reducer: Reducer, group: ProcessGroup) -> LoggingData:
-    """Return for each bucket the algorithm of its latest all_reduce.
-
-    The result is empty if the group does not report its algorithms, or if no bucket was reduced.
-    """
+    """Return for each bucket the algorithm of its latest all_reduce. Empty if no algorithm is known."""
     found = [group.algorithm_of("all_reduce", bucket.buffer) for bucket in reducer.buckets]
     return {"bucket_algorithms": ", ".join(name or "unknown" for name in found)} if any(found) else {}
 
 
 def describe_iteration(times: IterationStatistics) -> LoggingData:
-    """Return the known times of the latest iteration, with torch's names.
-
-    Points in time are values of `time.perf_counter`, in nanoseconds.
-    """
+    """Return the known times of the latest iteration in nanoseconds, with torch's names. The clock is `time.perf_counter`."""
     if not times.finished:
         return {}
     forward, backward, comm, overlap = _durations(times)

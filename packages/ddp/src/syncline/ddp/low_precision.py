@@ -34,7 +34,7 @@ class _Found(NamedTuple):
 
     parameters: list[torch.Tensor]
     places: list[tuple[dict[str, Any], str, int]]
-    """For each attribute: the dict that holds the attribute, its name, and the parameter's position in `parameters`.
+    """For each attribute: the dict that holds it, its name, and the parameter's position in `parameters`.
 
     A shared parameter has several attributes.
     """
@@ -44,7 +44,7 @@ class _Found(NamedTuple):
     def put(self, tensors: Tensors) -> Tensors:
         """Put a tensor into each of the attributes, and return the tensors that were there before.
 
-        None stands for an attribute that is not there. After a forward, a parametrisation may have removed the attribute.
+        None stands for an attribute that is not there, for example because a parametrisation has removed it.
         """
         before = [holder.get(name) for holder, name, _ in self.places]
         for (holder, name, _), tensor in zip(self.places, tensors, strict=True):
@@ -62,24 +62,22 @@ class LowPrecision:
 
     Note [Casts in the places of parameters]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    During a forward, the module's attributes hold casts of its parameters. Each forward lists the module's parameters again,
-    because the script may have changed the module, or may have passed other tensors through `torch.func.functional_call`. Each
-    cast is a differentiable function of its parameter. So gradients flow through the casts to the parameters, and have the
-    parameters' own dtype. Reducer and optimizer see only this dtype. Outside of the module's own computation,
-    `module.parameters()` returns the parameters.
+    During a forward, the module's attributes hold casts of its parameters. Each cast is a differentiable function of its
+    parameter. So gradients flow through the casts to the parameters, and have the parameters' own dtype. Reducer and optimizer
+    see only this dtype. Each forward lists the parameters again, because the script may have changed the module, or may have
+    called `torch.func.functional_call`.
 
     Backward also computes with the module, because a checkpoint runs a part of the forward again. So when backward reaches an
-    output of a forward, the module's attributes get the casts of this forward again, and keep them until this backward ends. A
-    callback at the end of backward removes the casts. If the backward fails, autograd drops this callback without calling it.
-    So the casts are also removed when the callback is dropped.
+    output of a forward, the attributes get the casts of this forward again, until this backward ends. A callback at the end of
+    backward removes the casts. If the backward fails, autograd drops this callback without calling it. So the casts are also
+    removed when the callback is dropped.
 
     Note [Forwards that write into parameters]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    A forward may write to a parameter, for example in a momentum encoder, in an initialisation from the first batch, or in an
-    embedding with `max_norm`. This write goes to the cast. So after the forward, the changed elements of a cast are copied to
-    its parameter. The other elements are not copied, because a copy from the cast would round them. Most casts need no
-    comparison with their parameter. A cast is compared only if its version has changed, or if code has read `cast.data`,
-    because writes to `cast.data` do not change the version of the cast.
+    A forward may write to a parameter, for example in a momentum encoder, or in an embedding with `max_norm`. This write goes
+    to the cast. So after the forward, the changed elements of a cast are copied to its parameter. A copy of the other elements
+    would round them. A cast is compared with its parameter only if its version has changed, or if code has read `cast.data`:
+    writes to `cast.data` do not change the version.
 
     Args:
         state: the state of the module to run. All floating point parameters are cast, except ignored parameters.
@@ -126,10 +124,7 @@ class LowPrecision:
 
     @disable_dynamo
     def _begin(self, what: str) -> int:
-        """Record that this thread uses the module's attributes, and return the thread's number.
-
-        If two threads put casts and parameters into the attributes by turns, casts would stay there.
-        """
+        """Record that this thread uses the module's attributes, and return its number. Only one thread may use them."""
         thread = threading.get_ident()
         self._threads_inside.append(thread)
         if any(other != thread for other in list(self._threads_inside)):
@@ -218,7 +213,7 @@ class LowPrecision:
 
 
 class _Cast(torch.nn.Parameter):
-    """A cast in the place of a parameter. It records whether code has read or set `data`, because this may change the cast."""
+    """A cast in the place of a parameter. It records whether code has read or set `data`, and so may have changed the cast."""
 
     was_data_asked_for = False
 
@@ -242,7 +237,7 @@ def _cast(parameter: torch.Tensor, dtype: torch.dtype) -> _Cast:
 
 @torch.no_grad()
 def _write_changes(parameter: torch.Tensor, cast: torch.Tensor) -> bool:
-    """Copy to `parameter` those elements of `cast` that the forward has changed. Returns whether any bit has changed."""
+    """Copy the elements of `cast` that the forward has changed to `parameter`. Return whether there are any."""
     written, unwritten = cast.detach(), parameter.detach().to(cast.dtype)
     if torch.equal(bytes_of(in_plain_order(written)), bytes_of(in_plain_order(unwritten))):
         return False

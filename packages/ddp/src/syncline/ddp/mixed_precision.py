@@ -19,11 +19,11 @@ class MixedPrecision:
     """The dtypes for `DistributedDataParallel(mixed_precision=...)`. Parameters keep their own dtype.
 
     Args:
-        param_dtype: the dtype of the computation. The module converts its parameters and inputs to this dtype in each forward.
-            Gradients are accumulated in the parameters' own dtype. None: no conversion.
+        param_dtype: the dtype of the computation. Each forward converts its parameters and inputs to this dtype. Gradients are
+            accumulated in the parameters' own dtype. None: no conversion.
         reduce_dtype: gradients are averaged in this dtype. None means `param_dtype`. If both are None, gradients keep their
             dtype.
-        buffer_dtype: buffers are converted to this dtype permanently. None: buffers are not converted.
+        buffer_dtype: buffers are converted to this dtype permanently. None: no conversion.
 
     Only floating point tensors are converted. Ignored parameters and buffers are not converted.
 
@@ -50,10 +50,10 @@ class MixedPrecision:
 
 
 def as_mixed_precision(given: object) -> MixedPrecision | None:
-    """Convert the constructor's argument, which is Syncline's class, torch's class, or None.
+    """Convert the constructor's argument.
 
     Raises:
-        InvalidArgumentError: the argument is an object of another type.
+        InvalidArgumentError: the argument is not a `MixedPrecision` of Syncline or of torch, and not None.
     """
     if isinstance(given, TorchMixedPrecision):
         return MixedPrecision(given.param_dtype, given.reduce_dtype, given.buffer_dtype)
@@ -63,7 +63,7 @@ def as_mixed_precision(given: object) -> MixedPrecision | None:
 
 
 def average_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in `dtype`. This is a communication hook whose state is `dtype`. Complex buckets keep their own dtype.
+    """A communication hook whose state is `dtype`: average a bucket in this dtype. Complex buckets keep their own dtype.
 
     Extra memory: a copy of the bucket in this dtype.
     """
@@ -77,7 +77,7 @@ def average_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[t
 def lower_precision(config: MixedPrecision | None, state: ModuleState) -> LowPrecision | None:
     """Convert the module's buffers to `config.buffer_dtype`. Return an object that runs the module in `config.param_dtype`.
 
-    If `config` is None or has no `param_dtype`, return None.
+    Without a `param_dtype`, return None.
 
     Raises:
         InvalidArgumentError: a gradient is sparse, so it cannot be averaged in another dtype.

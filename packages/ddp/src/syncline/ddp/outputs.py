@@ -20,10 +20,7 @@ def tensors_in(outputs: object) -> list[torch.Tensor]:
 
 
 def leaves(outputs: object) -> Iterator[object]:
-    """Yield every object that is no container, once.
-
-    An object that is neither a tensor nor `PLAIN` may hold tensors, but nobody looks into it.
-    """
+    """Yield every object that is no container, once. An object that is neither a tensor nor `PLAIN` is not searched."""
     seen: dict[int, object] = {}  # holds the objects, because a new object may get the id of a freed object
     waiting = [outputs]
     while waiting:

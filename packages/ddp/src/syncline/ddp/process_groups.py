@@ -53,19 +53,19 @@ def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
 def as_ours(group: AnyGroup) -> ProcessGroup:
     """Return a group of Syncline for a group of Syncline or of torch.distributed.
 
-    A group of Syncline is returned unchanged. If a group of torch.distributed runs on a group of Syncline, the result is this
-    inner group. For any other group of torch, the result is a wrapper of this group.
+    If a group of torch.distributed runs on a group of Syncline, the result is this inner group. For any other group of torch,
+    the result is a wrapper.
     """
     return group if isinstance(group, ProcessGroup) else as_process_group(group)
 
 
 def resolve_group(process_group: object) -> ProcessGroup:
-    """Return the group of Syncline for the group that the argument names; see `choose_group`."""
+    """Return a group of Syncline for the argument; see `choose_group` and `as_ours`."""
     return as_ours(choose_group(process_group))
 
 
 def choose_default_group() -> AnyGroup:
-    """Return Syncline's default group, or else torch's default group. If there is neither, make Syncline's default group."""
+    """Return Syncline's default group, or else torch's. If there is neither, make Syncline's default group."""
     if is_initialized():
         return get_default_group()
     if dist.is_available() and dist.is_initialized():

@@ -27,16 +27,17 @@ class ReplicaHash:
 
     A lane is 32 bits of a tensor. A chunk is a fixed number of successive lanes. A hash has two halves of 64 bits. For each
     half, every lane is multiplied by an odd random 64-bit weight, and the products of a chunk are added up, modulo 2**64.
-    Further multiplications combine the sums of the chunks. Two tensors that differ in one lane have different hashes. Two
-    tensors that differ in several lanes have the same hash with a probability of at most 2**-64. The hash does not protect
-    against an attacker.
+    Further multiplications combine the sums of the chunks.
+
+    Tensors that differ in one lane have different hashes. Tensors that differ in several lanes have the same hash with a
+    probability of at most 2**-64. The hash does not protect against an attacker.
     """
 
     def __init__(self) -> None:
         self._weights: dict[torch.device, torch.Tensor] = {}
 
     def __call__(self, tensors: Iterable[torch.Tensor]) -> list[bytes]:
-        """Return a hash of 16 bytes for each tensor. If tensors are on a GPU, the call waits for this GPU once."""
+        """Return a hash of 16 bytes for each tensor. The call waits once for each GPU."""
         halves = [self._halves(tensor.detach()) for tensor in tensors]
         by_device: dict[torch.device, list[int]] = {}
         for place, half in enumerate(halves):
@@ -96,7 +97,7 @@ class ReplicaCheck:
         self._hash = ReplicaHash()
 
     def note_step(self, seen: IterationStatistics) -> None:  # noqa: ARG002 - a listener's
-        """Count a step, and check the replicas if a check is due. If a check is due, this is a collective."""
+        """Count a step. If a check is due, check the replicas; this is a collective."""
         self._steps += 1
         if self._steps % self._every == 0:
             self.check()
@@ -106,7 +107,7 @@ class ReplicaCheck:
         """Compare the parameters now. This is a collective.
 
         Raises:
-            DisagreementError: on all ranks, if parameters differ. The error's text names the first parameter that differs.
+            DisagreementError: on all ranks, if parameters differ. The text names the first parameter that differs.
         """
         parameters = self._state.parameters()
         hashes = b"".join(self._hash(parameter for _, parameter in parameters))
@@ -121,7 +122,7 @@ class ReplicaCheck:
 
 
 def difference(names: Sequence[str], hashes: Sequence[bytes]) -> str:
-    """Describe the first parameter that differs, and the ranks on which it differs. This is a pure function.
+    """Describe the first parameter that differs, and the ranks on which it differs.
 
     Args:
         names: the parameters' names.

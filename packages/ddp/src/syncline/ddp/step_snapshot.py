@@ -1,4 +1,4 @@
-"""StepSnapshot saves the values that a step may change, so that the step can be repeated."""
+"""Save the values that a step may change, so that the step can be repeated."""
 
 from __future__ import annotations
 
@@ -13,23 +13,19 @@ from .training_state import Stateful
 
 
 class StepSnapshot:
-    """A copy of the values that a step may change, made at the beginning of the step: parameters, buffers, modes, and more.
+    """A copy of the values that a step may change, made at the beginning of the step.
 
-    Parameters are copied, because a script may change parameters before `optimizer.step()`. For example, a momentum encoder
-    changes parameters in its forward, and sharpness-aware minimisation changes parameters between two backwards. The states of
-    optimizers need no copy, because they change only in `optimizer.step()`. The options of the parameter groups, such as the
-    learning rate, need a copy, because a scheduler may change these options. The modes are `requires_grad` of each parameter,
-    and `training` of each module. They need a copy, because a step may freeze a part of the model or call `eval()`, and may
-    fail before it changes the mode back. The random state is that of the CPU.
+    The copy contains parameters, buffers, `requires_grad` of each parameter, `training` of each module, the random state of the
+    CPU, and the options of the optimizers' parameter groups. Parameters are copied, because a step may change them before
+    `optimizer.step()`, as a momentum encoder does. The states of optimizers change only in `optimizer.step()`, so they need no
+    copy.
 
     Args:
         module: the module with the parameters and buffers.
-        optimizers: the optimizers whose options are saved. If an optimizer has parameters of other modules, these parameters
-            are saved, too.
+        optimizers: the optimizers whose options are saved. Their parameters of other modules are saved, too.
         stateful: other objects that change with the steps, such as schedulers or a GradScaler.
         accumulated: the parameters whose gradients are accumulated for a later `optimizer.step()`. These gradients are saved.
-        earlier: the snapshot of the previous step. Do not use this snapshot any more. The new snapshot takes over the memory of
-            the previous snapshot, because the allocation of new memory would take several times as long as the copy.
+        earlier: the snapshot of the previous step. The new snapshot takes over its memory, so do not use it any more.
     """
 
     def __init__(

@@ -39,14 +39,14 @@ class Replica:
 
 
 class UnevenInputs(JoinHook):
-    """Ranks with inputs announce their collectives, and ranks without inputs take part in these collectives.
+    """Lets ranks without inputs take part in the collectives of the ranks with inputs.
 
     ::
 
         with inputs       announce ──► buffers ──► rebuild buckets, once ──► backward: buckets, map of used parameters
         without           announce ──► buffers ──► Reducer.shadow_backward: the same collectives, with zeros
 
-    Buffers come from the highest rank that has inputs. If there is a communication hook, all ranks call this hook.
+    Buffers come from the highest rank that has inputs. All ranks call a communication hook.
 
     Args:
         replica: the parts of the wrapped model.
@@ -55,8 +55,8 @@ class UnevenInputs(JoinHook):
         throws: whether the join context raises an error on all ranks as soon as one rank has no inputs.
 
     Raises:
-        MisuseError: the module has a buffer hook or a SyncBatchNorm, in which ranks without inputs cannot take part, and
-            `throws` is False. Or there is a communication hook, and `divide_by_initial_world_size` is False.
+        MisuseError: `throws` is False, and the module has a buffer hook or a SyncBatchNorm, in which ranks without inputs
+            cannot take part. Or there is a communication hook, and `divide_by_initial_world_size` is False.
     """
 
     def __init__(self, replica: Replica, *, divide_by_initial_world_size: bool, throws: bool) -> None:
@@ -104,7 +104,7 @@ class UnevenInputs(JoinHook):
             self._replica.reducer.shadow_backward()
 
     def post_hook(self, last_rank: int) -> None:
-        """Give all ranks the parameters of `last_rank`. If forwards broadcast buffers, give the buffers of `last_rank`, too."""
+        """Give all ranks the parameters of `last_rank`, and also its buffers if forwards synchronise buffers."""
         buffers = self._replica.buffers
         self._replica.state.broadcast(self._replica.process_group, last_rank, buffers=buffers.enabled)
         # The next forward must synchronise buffers on all ranks or on none. Ranks without inputs have run fewer forwards, so

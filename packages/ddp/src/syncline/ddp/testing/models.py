@@ -21,7 +21,7 @@ class Model:
     Attributes:
         build: a function that makes the model. The training replaces the initial values of the parameters.
         options: the options for `DistributedDataParallel`.
-        momentum: the momentum of SGD. The momentum must be 0 if gradients are sparse.
+        momentum: the momentum of SGD. It must be 0 if gradients are sparse.
         prediction: a function that takes the model's outputs and the step's number, and returns the logits for the loss, with
             shape (rows, 3).
     """
@@ -126,7 +126,7 @@ class Tied(torch.nn.Module):
 
 
 class SparseEmbedding(torch.nn.Module):
-    """Has sparse gradients: a rank's gradients contain only the rows of the words in this rank's inputs."""
+    """Has sparse gradients, which contain only the rows of the words in this rank's inputs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,9 +22,9 @@ _RTOL, _ATOL = 1e-8, 1e-10
 def check_training(group: ProcessGroup, name: str, **options: Any) -> None:
     """Train one of `MODELS` for 20 steps, with four rows of data on each rank in each step, and check the result.
 
-    Every rank calls this function. All numbers are float64. Each rank starts with different weights, to test that the broadcast
-    at construction makes the weights equal. Rank 0 also trains the model alone on the rows of all ranks. The results of the two
-    trainings must be equal except for rounding.
+    Every rank calls this function. All numbers are float64. Each rank starts with different weights, which the construction of
+    `DistributedDataParallel` must make equal. Rank 0 also trains the model alone on the rows of all ranks. Both results must be
+    equal except for rounding.
 
     Args:
         group: the group that trains, with any number of ranks.
