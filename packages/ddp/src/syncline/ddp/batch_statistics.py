@@ -11,7 +11,7 @@ from syncline.collectives import ProcessGroup
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """For each channel: the number of values, their mean, and the sum of their squared distances from the mean.
+    """The mean and the variance of each channel, in a form that the ranks can combine.
 
     Attributes:
         count: number of values in each channel.
@@ -25,7 +25,7 @@ class BatchStatistics:
 
     @property
     def variance(self) -> torch.Tensor:
-        """The mean squared distance from the mean. The layer normalises a batch with this variance."""
+        """The mean squared distance from the mean, with which the layer normalises a batch."""
         return self.squares / self.count
 
     @property

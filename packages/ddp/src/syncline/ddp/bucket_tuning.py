@@ -71,12 +71,9 @@ class ReductionCosts:
 
 
 def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Replace the time of each size by the shortest time of this size and of all larger sizes.
+    """Replace the time of each size by the shortest time of this size and of all larger sizes. Sizes are in ascending order.
 
     An all-reduce cannot take longer than an all-reduce of more bytes. Other load on the machine only makes times longer.
-
-    Args:
-        seconds: the measured time of each size. The sizes are in ascending order.
     """
     return tuple(min(seconds[place:]) for place in range(len(seconds)))
 
@@ -105,9 +102,7 @@ def measuring_caps(total_bytes: int) -> list[int]:
 def predicted_steps(workload: Workload, costs: ReductionCosts) -> dict[tuple[int, int], float]:
     """Predict the seconds of a step for each candidate: a pair of sizes in bytes (first bucket, other buckets).
 
-    Args:
-        workload: the measured step. Its times include the delays of gradients by all-reduces.
-        costs: the costs of all-reduces in this group.
+    The times of the measured workload include the delays of gradients by all-reduces.
     """
     unhindered = _delayed(workload, [-costs.delay_s(bucket.nbytes) for bucket in workload.buckets[:-1]] + [-costs.issue_s])
     found = {}
@@ -150,12 +145,11 @@ class BucketTuning:
                              a step for each pair of bucket sizes, and broadcasts the best pair; the next forward builds the
                              buckets anew
 
-    An all-reduce may use cores that the model needs. Then it delays the gradients that come during the all-reduce, by its
-    processor time multiplied by `share_of_cores`.
+    An all-reduce may use cores that the model needs, and so delay the gradients that come at the same time. The delay is the
+    processor time of the all-reduce, multiplied by `share_of_cores`.
 
     Args:
-        group: the group whose ranks average their gradients.
-        reducer: the reducer whose buckets are measured. It must have the bucket sizes of `measuring_caps`.
+        reducer: the reducer whose buckets are measured, with the bucket sizes of `measuring_caps`.
 
     Attributes:
         caps_bytes: the size of the first bucket and the size of the other buckets, in bytes. None until the sizes are chosen.
@@ -214,7 +208,7 @@ class BucketTuning:
         self._reducer.change_bucket_caps(self.caps_bytes)
 
     def _workload(self, times: Sequence[float]) -> Workload:
-        """`times` is like a result of `_times`, with the latest time of all ranks."""
+        """Return the workload for `times`, which come from `_times`."""
         *starts, backward_s, began = times
         found = []
         for bucket, until in zip(self._reducer.buckets, starts, strict=True):

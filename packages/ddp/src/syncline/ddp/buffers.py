@@ -47,10 +47,6 @@ class BufferHook:
 class Buffers:
     """Keeps the buffers of a module equal on all ranks.
 
-    Args:
-        state: the module's state, which lists the buffers.
-        enabled: whether forwards synchronise the buffers.
-
     Attributes:
         enabled: whether forwards synchronise the buffers.
         are_stale: whether buffers may differ between ranks. True at first, and after each forward whose backward averages
@@ -112,18 +108,14 @@ class Buffers:
         return self._run(self.hook)
 
     def note_modes(self, outputs: object, reductions: int) -> None:
-        """Record which layers of batch normalisation were in training mode in the forward that has just ended.
+        """Record which layers of batch normalisation were in training mode in the forward that has just ended, with gradients.
 
         In evaluation mode, backward reads the running statistics, so they must not change before backward. In training mode,
-        backward does not read them, although autograd saves them. Call this method only after a forward with gradients.
+        backward does not read them.
 
         A forward is forgotten when the graph of its outputs is gone. Parts of the graph that belong to no output are not seen,
-        such as a loss that the module keeps as an attribute.
-
-        Args:
-            outputs: the outputs of the forward.
-            reductions: the number of reduced backwards so far. After a reduced backward, only forwards with a layer in
-                evaluation mode are remembered.
+        such as a loss that the module keeps as an attribute. When `reductions`, the number of reduced backwards, grows, only
+        forwards with a layer in evaluation mode stay remembered.
         """
         if reductions != self._reductions:
             self._reductions = reductions

@@ -37,13 +37,7 @@ def ignored_names(module: torch.nn.Module) -> frozenset[str]:
 
 
 class JoinConfig(NamedTuple):
-    """The fields of torch's `_join_config`.
-
-    Attributes:
-        enable: whether the module is inside `join()`.
-        throw_on_early_termination: whether `join()` raises an error when a rank has no inputs left.
-        is_first_joinable: whether the module is the first joinable of the join context.
-    """
+    """The fields of torch's `_join_config`. `enable` says whether the module is inside `join()`."""
 
     enable: bool
     throw_on_early_termination: bool
@@ -51,11 +45,7 @@ class JoinConfig(NamedTuple):
 
 
 class ReducerNames:
-    """The attributes of torch's reducer (`ddp.reducer`) that other libraries use.
-
-    Args:
-        reducer: Syncline's reducer, which gets the calls.
-    """
+    """The attributes of torch's reducer (`ddp.reducer`) that other libraries use."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
@@ -91,11 +81,7 @@ class ReducerNames:
 
 
 class LoggerNames:
-    """The attributes of torch's logger (`ddp.logger`) that other libraries use.
-
-    Args:
-        ddp: the wrapped module that the logging data describes.
-    """
+    """The attributes of torch's logger (`ddp.logger`) that other libraries use."""
 
     def __init__(self, ddp: TorchNames) -> None:
         self._ddp = ddp
@@ -109,12 +95,7 @@ class LoggerNames:
 
 
 class LoggerData:
-    """Logging data as two dictionaries, like torch's.
-
-    Attributes:
-        strs_map: the values that are texts.
-        ints_map: the values that are numbers.
-    """
+    """Logging data as two dictionaries, like torch's: texts and numbers."""
 
     def __init__(self, data: dict[str, int | str]) -> None:
         self.strs_map = {name: value for name, value in data.items() if isinstance(value, str)}

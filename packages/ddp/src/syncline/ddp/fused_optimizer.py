@@ -17,11 +17,7 @@ AverageHook: TypeAlias = Callable[[torch.nn.Parameter], object]
 
 
 class AverageHooks:
-    """Runs users' hooks on averaged gradients. For each parameter, the hooks run in the order of their registration.
-
-    Args:
-        optimizer: the optimizer that steps after the hooks.
-    """
+    """Runs users' hooks on averaged gradients, in the order of their registration. Then the optimizer steps."""
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
         self._optimizer = optimizer

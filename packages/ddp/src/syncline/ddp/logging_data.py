@@ -41,11 +41,7 @@ _DEFAULT_SAMPLE_RATE = 100
 
 
 class RuntimeSamples:
-    """The mean times of sampled iterations. As in torch, these are the first ten iterations, and then one in `sample_rate`.
-
-    Attributes:
-        sample_rate: at least 1.
-    """
+    """The mean times of sampled iterations. As in torch, these are the first ten iterations, and then one in `sample_rate`."""
 
     def __init__(self) -> None:
         self.sample_rate = _DEFAULT_SAMPLE_RATE
@@ -101,11 +97,7 @@ def describe_module(
 ) -> LoggingData:
     """Return the values that do not change during training: module, ranks, sizes in bytes.
 
-    Args:
-        module: the module.
-        parameters: the parameters whose gradients are averaged.
-        group: the group whose ranks average their gradients.
-        given: the group that the script passed: `group` itself, or the group of torch that `group` wraps.
+    `given` is the group that the script passed: `group` itself, or the group of torch that `group` wraps.
     """
     threads = gloo_threads(given)
     return {
@@ -127,7 +119,7 @@ def _name_of_dtype(dtype: torch.dtype) -> str:
 
 
 def describe_buckets(reducer: Reducer) -> LoggingData:
-    """Return values about the first buckets, the present buckets, the unused parameters, and the order of gradients."""
+    """Return values about the first buckets, the present buckets, unused parameters, and the order of gradients."""
     now = ", ".join(str(bucket.nbytes) for bucket in reducer.buckets)
     data: LoggingData = {
         "bucket_sizes": ", ".join(map(str, reducer.first_bucket_sizes)),

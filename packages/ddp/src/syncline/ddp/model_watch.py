@@ -107,8 +107,7 @@ class ModelWatch:
     def is_due(self, reductions: int) -> bool:
         """Whether the caller must call `has_changed` before this forward.
 
-        Args:
-            reductions: the number of backwards that have averaged gradients so far.
+        `reductions` is the number of backwards that have averaged gradients so far.
         """
         if self.has_sign or self._others_need_gradients():
             return not self._has_stand_ins()

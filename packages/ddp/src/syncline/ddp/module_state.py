@@ -19,7 +19,7 @@ _NORMALIZATION = (BatchNorm, InstanceNorm)
 
 
 class ModuleState:
-    """The parameters and buffers that the replicas of a module share: all except the ignored ones.
+    """The parameters and buffers that the replicas of a module share.
 
     Args:
         module: the module.
@@ -68,11 +68,7 @@ class ModuleState:
         return [layer for layer in self.module.modules() if isinstance(layer, _NORMALIZATION)]
 
     def check(self, group: ProcessGroup, *, buffers: bool) -> None:
-        """Check that the group can send all tensors from one rank to the others. This is not a collective.
-
-        Args:
-            group: the group whose ranks share the tensors.
-            buffers: whether the ranks also share buffers.
+        """Check that the group can send all parameters (with `buffers` also buffers) between ranks. This is not a collective.
 
         Raises:
             MisuseError: a tensor is not initialised yet (lazy modules), is a DTensor, is sparse, is on a device that the

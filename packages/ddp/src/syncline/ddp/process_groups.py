@@ -20,11 +20,7 @@ AnyGroup: TypeAlias = ProcessGroup | dist.ProcessGroup
 
 
 def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
-    """Return the group that the arguments name. If `process_group` is a group, return this object itself.
-
-    Args:
-        process_group: a group of Syncline or of torch.distributed; None: the default group.
-        device_mesh: a one-dimensional `torch.distributed.DeviceMesh`, in place of `process_group`.
+    """Return the group that the arguments name. None: the default group.
 
     Raises:
         InvalidArgumentError: both arguments were given, the mesh has several dimensions, or `process_group` is not a group.

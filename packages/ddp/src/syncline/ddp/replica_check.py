@@ -80,12 +80,7 @@ def _lanes(tensor: torch.Tensor) -> torch.Tensor:
 class ReplicaCheck:
     """Compares the ranks' parameters every `every` steps. A step is a backward whose gradients are averaged.
 
-    Args:
-        group: the group whose ranks average their gradients.
-        state: lists the module's parameters.
-        every: the number of steps between two checks.
-
-    Cost: each check hashes all parameters, and all-reduces 16 bytes. If ranks differ, the ranks also gather 16 bytes for each
+    Cost: each check hashes all parameters, and all-reduces 16 bytes. If ranks differ, they also gather 16 bytes for each
     parameter.
     """
 
@@ -124,9 +119,7 @@ class ReplicaCheck:
 def difference(names: Sequence[str], hashes: Sequence[bytes]) -> str:
     """Describe the first parameter that differs, and the ranks on which it differs.
 
-    Args:
-        names: the parameters' names.
-        hashes: for each rank, the concatenated hashes of all parameters.
+    `hashes` has for each rank the concatenated hashes of all parameters.
     """
     # With different numbers of parameters, the hashes cannot be matched to names.
     if len({len(found) for found in hashes}) > 1:

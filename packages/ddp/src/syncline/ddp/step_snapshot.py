@@ -21,7 +21,6 @@ class StepSnapshot:
     copy.
 
     Args:
-        module: the module with the parameters and buffers.
         optimizers: the optimizers whose options are saved. Their parameters of other modules are saved, too.
         stateful: other objects that change with the steps, such as schedulers or a GradScaler.
         accumulated: the parameters whose gradients are accumulated for a later `optimizer.step()`. These gradients are saved.

@@ -62,16 +62,12 @@ def _lateness(times: Sequence[float], rank: int) -> float:
 
 
 class StragglerWatch:
-    """Lets rank 0 log the `Straggler` of the latest N steps, after every N steps. The logger is `syncline.ddp`.
+    """Lets rank 0 log the `Straggler` of the latest `every` steps, after every `every` steps. The logger is `syncline.ddp`.
 
     All ranks measure from the same moment: the end of the previous step, when a reduction of all ranks has ended. So their
     clocks need no comparison. The measured time includes reading data, forward and backward.
 
-    Args:
-        group: the group whose ranks average their gradients.
-        every: N, the number of steps between two lines of the log.
-
-    Cost: after every N steps an all-gather of 8 N bytes from each rank.
+    Cost: for every `every` steps, an all-gather of 8 `every` bytes from each rank.
     """
 
     def __init__(self, group: ProcessGroup, every: int) -> None:
@@ -83,7 +79,7 @@ class StragglerWatch:
     def note_step(self, seen: IterationStatistics) -> None:
         """Store the time of a step's last gradient. Call this method after each step's backward.
 
-        The first call stores no time. Each Nth later call is a collective; N is the argument `every` of the constructor.
+        The first call stores no time. Every call that completes `every` times is a collective.
         """
         # No step ends before the first step, so the ranks have no common moment from which to measure.
         if self._common is not None:

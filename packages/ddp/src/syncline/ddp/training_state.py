@@ -76,11 +76,7 @@ class TrainingState:
     The state also contains `requires_grad` of each parameter, `training` of each module, and gradients that are accumulated for
     a later `optimizer.step()`.
 
-    Args:
-        model: the model with the parameters and buffers.
-        optimizers: the optimizers, in the same order on all ranks.
-        sampler: the sampler, which knows the present batch of the epoch.
-        stateful: other objects with a state, such as schedulers, in the same order on all ranks.
+    Optimizers and `stateful` objects have the same order on all ranks.
     """
 
     def __init__(
@@ -108,8 +104,7 @@ class TrainingState:
     def collect(self, accumulated: Iterable[torch.nn.Parameter] = ()) -> dict[str, Any]:
         """Return this rank's state. The state contains the tensors themselves, not copies.
 
-        Args:
-            accumulated: the parameters whose gradients are accumulated for a later `optimizer.step()`.
+        `accumulated` are the parameters whose gradients are accumulated for a later `optimizer.step()`.
         """
         parameters = dict(self._model.module.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -202,9 +197,6 @@ class HookState:
 
     A failed step may have changed the state on some ranks only. So after a recovery all ranks take the state of one rank, but
     keep their own errors of error feedback (the parts of gradients that compression left out).
-
-    Args:
-        state: the hook's first argument.
     """
 
     def __init__(self, state: Any) -> None:

@@ -19,16 +19,7 @@ from .sync_batch_norm import SyncBatchNorm
 
 @dataclass(frozen=True)
 class Replica:
-    """The parts of one `DistributedDataParallel` that `UnevenInputs` needs.
-
-    Attributes:
-        module: the wrapped module.
-        state: the module's parameters and buffers.
-        buffers: the object that synchronises the module's buffers.
-        reducer: the reducer that averages the gradients.
-        process_group: the group whose ranks average their gradients.
-        device: the parameters' device.
-    """
+    """The parts of one `DistributedDataParallel` that `UnevenInputs` needs."""
 
     module: torch.nn.Module
     state: ModuleState
@@ -49,14 +40,13 @@ class UnevenInputs(JoinHook):
     Buffers come from the highest rank that has inputs. All ranks call a communication hook.
 
     Args:
-        replica: the parts of the wrapped model.
         divide_by_initial_world_size: True: divide gradients by the number of all ranks. False: divide by the number of ranks
             with inputs.
         throws: whether the join context raises an error on all ranks as soon as one rank has no inputs.
 
     Raises:
-        MisuseError: `throws` is False, and the module has a buffer hook or a SyncBatchNorm, in which ranks without inputs
-            cannot take part. Or there is a communication hook, and `divide_by_initial_world_size` is False.
+        MisuseError: `throws` is False, and the module has a buffer hook or a SyncBatchNorm. Or there is a communication hook,
+            and `divide_by_initial_world_size` is False.
     """
 
     def __init__(self, replica: Replica, *, divide_by_initial_world_size: bool, throws: bool) -> None:
@@ -82,9 +72,7 @@ class UnevenInputs(JoinHook):
     def before_forward(self, present: Sequence[int], *, will_reduce: bool) -> int:
         """Announce the collectives of this forward. Each rank with inputs calls this method.
 
-        Args:
-            present: the ranks with inputs.
-            will_reduce: whether the backward of this forward averages gradients.
+        `present` are the ranks with inputs. `will_reduce` says whether the backward of this forward averages gradients.
 
         Returns:
             The rank whose buffers all ranks get.
@@ -126,7 +114,6 @@ class UnevenInputs(JoinHook):
         return bool(first), bool(second)
 
     def _adjust(self, present: Sequence[int]) -> None:
-        """All ranks set the same divisor of gradients."""
         group, reducer = self._replica.process_group, self._replica.reducer
         if len(present) < group.size and reducer.needs_everyone:
             raise MisuseError(

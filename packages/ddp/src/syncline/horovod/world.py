@@ -32,12 +32,9 @@ HorovodInternalError = TransportError
 
 
 class World:
-    """The group of all ranks, and the objects that belong to this group.
-
-    `init` makes a world. `elastic` makes a new world after a change of ranks.
+    """The group of all ranks, and the objects that belong to this group. `elastic` makes a new world after a change of ranks.
 
     Attributes:
-        group: the group of all ranks.
         placement: the node on which each rank runs.
         calls: tells ranks that have called `join` which collective comes next.
         is_ours: whether `init` made the group, so that `shutdown` destroys it.

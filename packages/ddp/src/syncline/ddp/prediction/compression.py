@@ -1,4 +1,4 @@
-"""Compression describes a communication hook: the bytes that it sends for a bucket, and the time of its computation."""
+"""Describe communication hooks: the bytes that a hook sends for a bucket, and the time of its computation."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ class Compression:
 
     Attributes:
         name: the compression's name in tables.
-        messages: a function that takes a bucket, and returns the bytes of each all-reduce for this bucket, in the order of the
-            all-reduces.
+        messages: a function that takes a bucket, and returns the bytes of each of its all-reduces, in their order.
         speed: the bytes of gradients that are compressed and decompressed per second.
     """
 
@@ -47,8 +46,8 @@ def compressions(speeds: Mapping[str, float]) -> list[Compression]:
     """Return all known compressions. The first one sends uncompressed gradients.
 
     Args:
-        speeds: the speeds of some compressions by name, in bytes of gradients per second. This function measures the speeds of
-            all other compressions on the CPU.
+        speeds: the speeds of some compressions by name, in bytes of gradients per second. All other speeds are measured on the
+            CPU.
 
     Raises:
         InvalidArgumentError: a name is unknown.
@@ -66,7 +65,7 @@ def _halves(bucket: ReadyBucket) -> list[float]:
 
 
 def _factors(bucket: ReadyBucket) -> list[float]:
-    """Return the bytes of PowerSGD's messages: first the uncompressed gradients and left factors, then the right factors."""
+    """Return the bytes of PowerSGD's messages: first uncompressed gradients and left factors, then right factors."""
     plain, left, right = 0.0, 0, 0
     for gradient in bucket.gradients:
         rows = gradient.shape[0] if gradient.shape else 1
@@ -84,7 +83,7 @@ def _cast(gradients: torch.Tensor) -> None:
 
 
 def _factorize(gradients: torch.Tensor) -> None:
-    """Compute like PowerSGD for a square matrix, but do not orthogonalise the small factors."""
+    """Compute like PowerSGD for a square matrix, without orthogonalisation."""
     matrix = gradients.view(math.isqrt(_NUMEL), -1)
     left = matrix @ matrix[:, :_RANK]
     right = matrix.t() @ left

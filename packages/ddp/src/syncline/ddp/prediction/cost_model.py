@@ -1,4 +1,4 @@
-"""CostModel computes the time of an all-reduce from latency and bandwidth (the alpha-beta model). All functions are pure.
+"""Compute the time of an all-reduce from latency and bandwidth (the alpha-beta model).
 
 Source: Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two ranks: the latency in seconds until the first byte arrives, and the bandwidth in bytes per second."""
+    """A link between two ranks: seconds until the first byte arrives, and bytes per second."""
 
     latency_s: float
     bandwidth: float
@@ -23,11 +23,10 @@ class CostModel:
 
     Attributes:
         between: the link between nodes.
-        within: the link between the ranks of a node. If each node has one rank, this link is not used.
+        within: the link between the ranks of a node.
         per_node: the number of ranks on each node.
-        ring_bytes: the smallest part for a ring. A part is the tensor's size divided by the number of nodes. If a part has at
-            least `ring_bytes` bytes, the nodes reduce in a ring. Otherwise they use recursive halving and doubling. 0: always a
-            ring.
+        ring_bytes: nodes reduce in a ring if the tensor has at least this many bytes for each node. Otherwise they use
+            recursive halving and doubling. 0: always a ring.
     """
 
     between: Link
@@ -36,14 +35,9 @@ class CostModel:
     ring_bytes: float = 0.0
 
     def all_reduce_s(self, ranks: int, nbytes: float) -> float:
-        """Return the seconds of one all-reduce.
+        """Return the seconds of one all-reduce of `nbytes` bytes on each rank. The ranks fill one node after the other.
 
-        Within a node, the tensors are reduced to one rank, which later sends the result to the other ranks of the node. Between
-        nodes, the all-reduce is a ring, or recursive halving and doubling.
-
-        Args:
-            ranks: the group's size. The ranks fill one node after the other.
-            nbytes: the tensor's bytes on each rank.
+        Each node reduces to one rank, which takes part in an all-reduce between the nodes, and sends the result to its node.
         """
         nodes = -(-ranks // self.per_node)
         within_s = _node_s(min(ranks, self.per_node), nbytes, self.within)
@@ -65,8 +59,8 @@ def messages(nodes: int, nbytes: float, ring_bytes: float = 0.0) -> int:
 def volume(nodes: int, nbytes: float, ring_bytes: float = 0.0) -> float:
     """Return the number of bytes that a node sends in an all-reduce between nodes.
 
-    Halving and doubling needs a number of nodes that is a power of two. For example, with 6 nodes only 4 nodes do the halving
-    and doubling. The other 2 nodes first send their whole tensors to two of the 4 nodes, and get the result back at the end.
+    Halving and doubling needs a power of two of nodes. With 6 nodes, for example, 2 nodes first send their whole tensors to two
+    of the other 4 nodes, and get the result back at the end.
     """
     if nbytes / nodes >= ring_bytes or _is_power_of_two(nodes):
         parts: int = nodes

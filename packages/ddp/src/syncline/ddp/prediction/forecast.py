@@ -1,7 +1,4 @@
-"""Predict the duration of a step for each number of ranks, bucket size and compression, and give advice.
-
-All functions are pure.
-"""
+"""Predict the duration of a step for each number of ranks, bucket size and compression, and give advice."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class Choice:
     """A way to reduce gradients.
 
     Attributes:
-        cap_bytes: the size limit of each bucket (`bucket_cap_mb`) in bytes. None: use the traced buckets.
+        cap_bytes: the size limit of each bucket in bytes. None: the traced buckets.
         compression: the compression's name.
     """
 
@@ -41,7 +38,7 @@ class Forecast:
 
     Attributes:
         alone_s: the seconds of a step on one rank.
-        steps: the predictions. `steps[ranks][choice]` is the prediction for a number of ranks and a `Choice`.
+        steps: the predictions, by the number of ranks and the `Choice`.
     """
 
     alone_s: float
@@ -54,7 +51,7 @@ class Forecast:
     def best(self, ranks: int, compression: str) -> Choice:
         """Return the choice with the shortest step among all choices with this compression.
 
-        If no bucket size is faster than the traced buckets, return the choice with the traced buckets.
+        The traced buckets win a tie.
         """
         steps = self.steps[ranks]
         return min((one for one in steps if one.compression == compression), key=lambda one: steps[one].step_s)
@@ -72,7 +69,7 @@ AS_TRACED = Choice(None, "none")
 
 
 def forecast(workload: Workload, model: CostModel, ranks: Sequence[int], compressions: Sequence[Compression]) -> Forecast:
-    """Predict the duration of a step for each number of ranks, each bucket size in `CAPS_BYTES`, and each compression."""
+    """Predict a step for each number of ranks, each bucket size in `CAPS_BYTES`, and each compression."""
     workloads: dict[int | None, Workload] = {None: workload}
     for cap_bytes in CAPS_BYTES:
         workloads[cap_bytes] = rebucket(workload, [cap_bytes])

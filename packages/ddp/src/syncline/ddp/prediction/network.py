@@ -1,4 +1,4 @@
-"""Read latency and bandwidth for a prediction from a text, or fit them to measurements of `syncline bench --json`."""
+"""Read latency and bandwidth from a text, or fit them to measurements of `syncline bench --json`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from syncline.collectives import InvalidArgumentError
 from .cost_model import Link, messages, volume
 
 LEAST_BYTES = 16 << 10
-"""The fit leaves out smaller tensors, because libraries reduce them in other ways, and buckets are seldom so small."""
+"""The fit leaves out smaller tensors: libraries reduce them in other ways, and buckets are seldom so small."""
 
 _BASELINES = ("floor", "raw-mpi", "torch-gloo")
 _WORDS = re.compile(r"\s*latency_us\s*=\s*([\d.eE+-]+)\s*,\s*bandwidth_gbps\s*=\s*([\d.eE+-]+)\s*")
@@ -23,7 +23,7 @@ _WORDS = re.compile(r"\s*latency_us\s*=\s*([\d.eE+-]+)\s*,\s*bandwidth_gbps\s*=\
 
 @dataclass(frozen=True)
 class AllReduceTime:
-    """One measured all-reduce: the size of its tensor in bytes, and its duration in seconds."""
+    """One measured all-reduce: the size of its tensor in bytes, and its duration."""
 
     nbytes: float
     seconds: float
@@ -35,10 +35,9 @@ def network_from(text: str, ring_bytes: float, backend: str | None = None) -> Li
     Args:
         text: a link, such as "latency_us=50,bandwidth_gbps=10" (microseconds, and 10**9 bits a second), or the path of a file
             of `bench --json`.
-        ring_bytes: see `CostModel`. If `text` is a path, the link is fitted to the all-reduces in the file. The fit assumes
-            that these all-reduces used this value.
-        backend: the name of a backend in the file. None: the first backend in the file that is not a baseline (`floor`,
-            `raw-mpi` or `torch-gloo`).
+        ring_bytes: see `CostModel`. The fit assumes that the all-reduces in the file used this value.
+        backend: the name of a backend in the file. None: the first backend that is not a baseline (`floor`, `raw-mpi` or
+            `torch-gloo`).
 
     Raises:
         InvalidArgumentError: the text is not a link and not a path, or no link can be fitted to the file.
@@ -57,7 +56,7 @@ def network_from(text: str, ring_bytes: float, backend: str | None = None) -> Li
 
 
 def link_in_words(text: str) -> Link:
-    """Return the link that a text such as "latency_us=50,bandwidth_gbps=10" describes.
+    """Return the link of a text such as "latency_us=50,bandwidth_gbps=10".
 
     Raises:
         InvalidArgumentError: the text has another form.
@@ -77,9 +76,7 @@ def link_in_words(text: str) -> Link:
 
 
 def link_of_figures(figures: Any, name: str, ring_bytes: float, backend: str | None = None) -> Link:
-    """Return the link that fits the measurements of `syncline bench --json` best.
-
-    The measurements must be from a run with one rank on each node.
+    """Return the link that fits measurements of `syncline bench --json` best. The run must have one rank on each node.
 
     Raises:
         InvalidArgumentError: the file `name` has no measurements of this kind, or too few.
@@ -116,14 +113,14 @@ def _is_of(row: Mapping[str, Any], backend: str) -> bool:
 
 
 def fit(times: Sequence[AllReduceTime], nodes: int, ring_bytes: float, name: str) -> Link:
-    """Find the latency and the bandwidth with the smallest sum of squared relative errors.
+    """Return the link with the smallest sum of squared relative errors.
 
     Let an all-reduce of `m` messages and `b` bytes take `t` seconds. The fit finds the latency `x` and the seconds per byte `y`
     for which (m x + b y) / t is closest to 1 over all measured all-reduces.
 
     Raises:
-        InvalidArgumentError: there are fewer than two different sizes, or larger tensors do not take longer. The error's text
-            contains `name`.
+        InvalidArgumentError: there are fewer than two different sizes, or larger tensors do not take longer. The text contains
+            `name`.
     """
     if len({time.nbytes for time in times}) < 2:
         raise InvalidArgumentError(

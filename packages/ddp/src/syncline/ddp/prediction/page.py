@@ -1,4 +1,4 @@
-"""Write a forecast as an HTML page with plots by Plotly. The page contains Plotly's script and needs no other file."""
+"""Write a forecast as an HTML page with plots by Plotly. The page needs no other file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from .forecast import MIB, Choice, Forecast, advice
 
 
 def write(found: Forecast, path: Path) -> None:
-    """Write a page with plots of the efficiency over the number of ranks, and of the duration of a step over the bucket size.
-
-    Raises:
-        MisuseError: Plotly is not installed.
-        InvalidArgumentError: the file cannot be written.
-    """
+    """Write a page with plots of the efficiency by the number of ranks, and of the duration of a step by the bucket size."""
     page = _page(found)
     try:
         path.write_text(page, encoding="utf-8")

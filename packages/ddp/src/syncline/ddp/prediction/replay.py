@@ -1,4 +1,4 @@
-"""Replay computes the duration that a step would have if reductions were faster or slower. All functions are pure."""
+"""Compute the duration of a step with faster or slower reductions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from syncline.reducer import GradientSpec, assign_buckets
 
 @dataclass(frozen=True)
 class Gradient:
-    """One gradient: its shape, its size in bytes, and the time when it was computed, in seconds from the start of the step."""
+    """One gradient: its shape, its size in bytes, and the seconds from the start of the step until it was computed."""
 
     shape: tuple[int, ...]
     nbytes: float
@@ -19,14 +19,14 @@ class Gradient:
 
 @dataclass(frozen=True)
 class ReadyBucket:
-    """A bucket: its gradients, and the earliest time when it could start, in seconds from the start of the step."""
+    """A bucket: its gradients, and its earliest possible start in seconds from the start of the step."""
 
     gradients: tuple[Gradient, ...]
     ready_s: float
 
     @property
     def nbytes(self) -> float:
-        """The size of all gradients of the bucket in bytes."""
+        """The size of all gradients of the bucket."""
         return sum(gradient.nbytes for gradient in self.gradients)
 
 
@@ -37,7 +37,7 @@ class Workload:
     Attributes:
         buckets: the buckets, in the order of their start.
         backward_s: the time of the last gradient, in seconds from the start of the step.
-        rest_s: the duration of the rest of the step after the wait for the buckets, such as the optimizer, in seconds.
+        rest_s: the seconds of the rest of the step after the wait for the buckets, such as the optimizer.
     """
 
     buckets: tuple[ReadyBucket, ...]
@@ -52,18 +52,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The duration of a step and its exposed communication, in seconds. No computation overlaps with exposed communication."""
+    """The duration of a step and its exposed communication, in seconds."""
 
     step_s: float
     exposed_s: float
 
 
 def replay(workload: Workload, reduce_s: Callable[[ReadyBucket], float]) -> Prediction:
-    """Predict the duration of a step. The step reduces one bucket after the other, and each bucket as early as possible.
+    """Predict the duration of a step that reduces one bucket after the other, each as early as possible.
 
-    Args:
-        workload: the workload of one rank.
-        reduce_s: a function that returns the seconds of a bucket's reduction.
+    `reduce_s` returns the seconds of a bucket's reduction.
     """
     free = 0.0
     for bucket in workload.buckets:
@@ -73,15 +71,12 @@ def replay(workload: Workload, reduce_s: Callable[[ReadyBucket], float]) -> Pred
 
 
 def spread(shapes: Sequence[tuple[int, ...]], nbytes: Sequence[float], since_s: float, until_s: float) -> tuple[Gradient, ...]:
-    """Return a bucket's gradients with estimated times.
-
-    A trace has only the time of the bucket's last gradient. So this function assumes a constant number of bytes of gradients
-    per second between `since_s` and `until_s`.
+    """Return a bucket's gradients with estimated times: a constant number of bytes per second.
 
     Args:
         shapes: the gradients' shapes, in the order in which the gradients come.
         nbytes: the gradients' sizes in bytes, in the order of `shapes`.
-        since_s: the earliest time of the first gradient, in seconds from the start of the step.
+        since_s: the start of the first gradient's computation, in seconds from the start of the step.
         until_s: the time of the last gradient, in seconds from the start of the step.
     """
     total, before, found = sum(nbytes), 0.0, []
@@ -94,9 +89,7 @@ def spread(shapes: Sequence[tuple[int, ...]], nbytes: Sequence[float], since_s: 
 def rebucket(workload: Workload, caps_bytes: Sequence[int]) -> Workload:
     """Put a workload's gradients into buckets of other sizes, as the reducer would do it.
 
-    Args:
-        workload: the traced workload.
-        caps_bytes: the size limits of the first, second, ... bucket. The last limit also applies to all further buckets.
+    `caps_bytes` has the size limits of the first, second, ... bucket. The last limit also applies to all further buckets.
     """
     gradients = [gradient for bucket in workload.buckets for gradient in bucket.gradients]
     assigned = assign_buckets([GradientSpec(int(one.nbytes)) for one in gradients], caps_bytes, range(len(gradients)))

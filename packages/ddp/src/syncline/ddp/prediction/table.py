@@ -7,13 +7,7 @@ from .forecast import AS_TRACED, MIB, Choice, Forecast
 
 
 def tables(found: Forecast, title: str) -> str:
-    """Return tables with a row for each number of ranks.
-
-    The columns are the traced buckets, and each compression with its best buckets.
-
-    Raises:
-        MisuseError: rich is not installed.
-    """
+    """Return tables with a row for each number of ranks: the traced buckets, and the best buckets with each compression."""
     names = list(dict.fromkeys(choice.compression for choice in next(iter(found.steps.values()))))
     best = [f"best, {name}:\nMiB, ms, times" if name != "none" else "best buckets:\nMiB, ms, times" for name in names]
     made = table(f"Predicted steps, {title}", ("ranks", "as traced, ms", "exposed, ms", "efficiency", *best))

@@ -1,4 +1,4 @@
-"""Find the workload of a step in a trace: the median step of the rank that computes longest. All functions are pure."""
+"""Find the workload of a step in a trace: the median step of the rank that computes longest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .replay import ReadyBucket, Workload, spread
 def workload_of(timeline: Timeline) -> Workload:
     """Return the `Workload` of the rank that computes longest, because the other ranks wait for this rank.
 
-    The clocks of different ranks need not be aligned, because this function only compares times of one rank with each other.
+    The clocks of different ranks need not be aligned.
 
     Raises:
         InvalidArgumentError: no rank has traced two successive steps.

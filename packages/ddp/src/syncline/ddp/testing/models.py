@@ -33,7 +33,7 @@ class Model:
 
 
 class Convolutional(torch.nn.Module):
-    """Has batch normalisation. Its statistics must be computed over the whole batch of all ranks."""
+    """Has batch normalisation, whose statistics must be computed over the whole batch of all ranks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""CallLog records this rank's collectives, sends and receives, except the all-reduces of buckets."""
+"""Record this rank's collectives, sends and receives, except the all-reduces of buckets."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from .events import CallEvent
 
 
 class CallLog:
-    """Records this rank's collectives, sends and receives, from the construction of this object until `stop`.
+    """Records this rank's collectives, sends and receives, from construction until `stop`.
 
     Args:
-        group: a group of this rank. If ranks are threads of one process, the log leaves out the calls of other ranks.
-        reducer: the reducer. The log leaves out the reducer's all-reduces of buckets. If a communication hook reduces other
-            tensors than the buckets, the log records these calls.
+        group: a group of this rank. If ranks are threads, this tells apart the calls of other ranks.
+        reducer: the reducer whose all-reduces of buckets are left out. All other calls of a communication hook are recorded.
     """
 
     def __init__(self, group: ProcessGroup, reducer: Reducer) -> None:

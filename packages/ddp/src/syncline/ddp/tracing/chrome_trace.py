@@ -1,8 +1,7 @@
-"""Write a timeline in the Chrome trace format, which ui.perfetto.dev and chrome://tracing open. All functions are pure.
+"""Convert a timeline to the Chrome trace format, which ui.perfetto.dev and chrome://tracing open.
 
-The viewers show each rank as a process with the threads `steps`, `buckets` and `other calls`. The thread `steps` shows forward,
-backward, waiting and optimizers inside each step. If several buckets are being reduced at the same time, there are also threads
-`buckets, 2` and so on. For each bucket, arrows go from each rank to the rank that started the bucket last.
+The viewers show each rank as a process with the threads `steps`, `buckets` and `other calls`. Buckets that overlap in time get
+further threads: `buckets, 2` and so on. For each bucket, arrows go from each rank to the rank that started the bucket last.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ _STEPS, _BUCKETS, _CALLS = 1, 100, 1000
 _MOST_NAMES = 20
 
 _Starts: TypeAlias = dict[tuple[int, int], list[tuple[float, int, int]]]
-"""For each bucket of each step, the bucket's start on each rank: time, process (pid) and thread (tid) in the format."""
+"""For each bucket of each step, the bucket's start on each rank: time, process (pid) and thread (tid)."""
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """Return the whole trace as an object for `json.dumps`. Times are in microseconds since the first event."""
+    """Return the trace as an object for `json.dumps`. Times are in microseconds since the first event."""
     origin = origin_of(timeline)
     events: list[Event] = []
     starts: _Starts = {}
@@ -71,7 +70,7 @@ def _rank_events(rank: RankTimeline, origin: float, starts: _Starts) -> Iterator
 
 
 def _end(step: StepEvent) -> float:
-    """The end of a step after which no step was traced."""
+    """Return the end of a step after which no step was traced."""
     return max([step.finished, *(one.finished for one in step.optimizers), *(one.finished for one in step.calls)])
 
 
@@ -131,7 +130,7 @@ class _Lanes:
         self._ends: list[float] = []
 
     def lane(self, started: float, finished: float) -> int:
-        """Return the thread for the next slice. Call this method for all slices, in the order in which they start."""
+        """Return the thread for the next slice. Call this method in the order in which slices start."""
         number = next((number for number, end in enumerate(self._ends) if end <= started), len(self._ends))
         self._ends[number : number + 1] = [finished]
         return self._first + number

@@ -1,4 +1,4 @@
-"""Measure the difference between `time.perf_counter()` on each rank and on rank 0, by messages between rank 0 and each rank."""
+"""Measure the difference between `time.perf_counter()` on each rank and on rank 0, by messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ClockOffset:
     Attributes:
         at: the time of the measurement on this rank's clock.
         offset_s: rank 0's clock minus this rank's clock, in seconds.
-        error_s: the largest possible error of the offset in seconds, which is half of the shortest round trip.
+        error_s: the largest possible error of the offset in seconds: half of the shortest round trip.
     """
 
     at: float
@@ -31,10 +31,7 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """One message from rank 0 to another rank, and the answer.
-
-    `sent` and `received` are times of rank 0's clock, and `answered` is a time of the other rank's clock.
-    """
+    """One message from rank 0 to another rank, and the answer. `answered` is a time of the other rank's clock."""
 
     sent: float
     answered: float
@@ -42,10 +39,10 @@ class RoundTrip:
 
 
 def best_offset(rounds: Sequence[RoundTrip]) -> ClockOffset:
-    """Return the clock offset of the rank that answered, from the shortest of one or more round trips. This is a pure function.
+    """Return the clock offset of the rank that answered, from the shortest of one or more round trips.
 
-    The other rank answered at some moment between rank 0's sending and receiving. The function assumes the middle of this
-    interval as this moment. So the error is at most half of the interval (Cristian's algorithm).
+    The function assumes that the answer came in the middle of the round trip (Cristian's algorithm). So the error is at most
+    half of the round trip.
     """
     best = min(rounds, key=lambda one: one.received - one.sent)
     return ClockOffset(best.answered, (best.sent + best.received) / 2 - best.answered, (best.received - best.sent) / 2)
@@ -54,8 +51,7 @@ def best_offset(rounds: Sequence[RoundTrip]) -> ClockOffset:
 def measure_offset(group: ProcessGroup) -> ClockOffset:
     """Measure the offset from this rank's clock to rank 0's clock. Every rank of the group calls this function.
 
-    Rank 0 measures one rank after the other. For each rank there are `ROUNDS` round trips of 24 bytes, and then one message
-    with the result.
+    Rank 0 measures one rank after the other, with `ROUNDS` round trips of 24 bytes each.
     """
     if group.rank == 0:
         for peer in range(1, group.size):

@@ -1,4 +1,4 @@
-"""The events of a step on one rank. Times are in seconds. All times of one event come from the same clock."""
+"""The events of a step on one rank. Times are in seconds. All times of an event come from the same clock."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class BucketEvent:
 
     Attributes:
         number: the bucket's position in the step's layout.
-        nbytes: the size of the bucket's buffer, in bytes.
-        ready: the earliest time when the bucket could start: its last gradient had come, and all earlier buckets had started.
-        started, finished: the time when the bucket's reduction was issued, and the time when it ended.
+        nbytes: the size of the bucket's buffer.
+        ready: the time when the bucket's last gradient had come, and all earlier buckets had started.
+        started, finished: the times when the bucket's reduction was issued, and when it ended.
     """
 
     number: int
@@ -48,8 +48,8 @@ class CallEvent:
     Attributes:
         name: the call's name, such as "broadcast".
         group: the name of the group.
-        nbytes: the size of the call's first tensor in bytes; 0 if the call has no tensor.
-        started, finished: the times of start and end. If the end is not known, `finished` is equal to `started`.
+        nbytes: the size of the call's first tensor; 0 without a tensor.
+        started, finished: the times of start and end. If the end is not known, both times are equal.
     """
 
     name: str
@@ -65,7 +65,7 @@ class CallEvent:
 
 @dataclass(frozen=True)
 class OptimizerEvent:
-    """One call of an optimizer's `step`: the name of the optimizer's class, and the times of start and end."""
+    """One call of an optimizer's `step`. `name` is the name of the optimizer's class."""
 
     name: str
     started: float
@@ -82,9 +82,9 @@ class StepEvent:
 
     Attributes:
         number: the step's number, counted from 1.
-        layout: the layout of buckets in this step, as an index into `Part.layouts`.
+        layout: the index of the step's layout of buckets in `Part.layouts`.
         buckets: the buckets, in the order of their start.
-        optimizers, calls: the events from the start of the step's forward to the start of the next step's forward.
+        optimizers, calls: the events from the start of this step's forward to the start of the next step's forward.
     """
 
     number: int
@@ -101,7 +101,7 @@ class StepEvent:
     calls: tuple[CallEvent, ...] = ()
 
     def by(self, clock: ToClock) -> StepEvent:
-        """Return this event with all times converted by `clock`. If the end of forward is unknown, `forward_ended` stays 0."""
+        """Return this event with all times converted by `clock`. An unknown end of forward stays 0."""
         return replace(
             self,
             forward_started=clock(self.forward_started),

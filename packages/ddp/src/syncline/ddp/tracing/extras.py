@@ -11,7 +11,7 @@ def require_extra(library: str) -> None:
     """Check that a library is installed.
 
     Raises:
-        MisuseError: the library is not installed. The error's text says what to install.
+        MisuseError: the library is not installed. The text says what to install.
     """
     if find_spec(library) is None:
         raise MisuseError(f"a report of a trace needs {library}, which is not installed: pip install plotly rich")

@@ -1,4 +1,4 @@
-"""Floor is the shortest possible time of an all-reduce, which memory bandwidth limits. `syncline bench` measures the floor."""
+"""The shortest possible time of an all-reduce, which memory bandwidth limits. `syncline bench` measures it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ _BACKEND = "floor"
 
 @dataclass(frozen=True)
 class Floor:
-    """The shortest possible time of an all-reduce: the seconds that a rank needs for its share of the additions and copies.
+    """The shortest possible time of an all-reduce: a rank's time for its share of the additions and copies.
 
     Attributes:
-        points: pairs of a tensor's size in bytes, and the seconds for this size. There is at least one pair. The sizes are in
-            ascending order.
+        points: pairs of a tensor's size in bytes and the seconds for this size, at least one, in ascending order.
     """
 
     points: tuple[tuple[float, float], ...]
 
     def seconds(self, nbytes: float) -> float:
-        """Return the shortest possible time of an all-reduce of this size, in seconds.
+        """Return the shortest possible seconds of an all-reduce of this size.
 
-        Between two measured sizes, the time is interpolated linearly. Below the smallest and above the largest measured size,
-        the time is proportional to the size.
+        Between two measured sizes, interpolate linearly. Outside of the measured sizes, the time is proportional to the size.
         """
         sizes = [size for size, _ in self.points]
         place = bisect_left(sizes, nbytes)
@@ -39,10 +37,7 @@ class Floor:
         return seconds * nbytes / size
 
     def share(self, sizes: Iterable[float], seconds: float) -> float:
-        """Return the shortest possible time of all-reduces of these sizes, divided by `seconds`, the measured time.
-
-        The best possible result is 1.
-        """
+        """Return the shortest possible time of all-reduces of these sizes, divided by the measured time `seconds`."""
         return sum(map(self.seconds, sizes)) / seconds
 
 
@@ -50,7 +45,7 @@ def read_floor(path: Path) -> Floor:
     """Return the floor in a file of `syncline bench --json`.
 
     Raises:
-        InvalidArgumentError: the file is not a file of `bench --json`, or has no floor.
+        InvalidArgumentError: the file has another format, or has no floor.
     """
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["measurements"]

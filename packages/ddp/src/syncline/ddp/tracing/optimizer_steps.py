@@ -13,11 +13,10 @@ from .events import OptimizerEvent
 
 
 class OptimizerSteps:
-    """Records when optimizers of some parameters step, from the construction of this object until `stop`.
+    """Records when optimizers step, from construction until `stop`.
 
     Args:
-        parameters: the parameters of a model. The steps of an optimizer are recorded if the optimizer's first parameter is one
-            of these parameters.
+        parameters: the parameters of a model. An optimizer is recorded if its first parameter is one of these.
     """
 
     def __init__(self, parameters: Collection[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Show a trace as a part of an HTML page, with plots by Plotly. This part contains Plotly's script and needs no other file."""
+"""Show a trace as a part of an HTML page, with plots by Plotly."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ _MOST_NAMES = 5
 def fragment(timeline: Timeline) -> str:
     """Return HTML with the timeline of the slowest step, plots of waiting and exposed communication, and a table of buckets.
 
-    Raises:
-        MisuseError: Plotly is not installed.
+    The result contains Plotly's script and needs no other file.
     """
     steps = summarize_steps(timeline)
     words = f"<h2>Trace</h2>\n<p>{html.escape(in_words(timeline))}</p>"

@@ -1,4 +1,4 @@
-"""Part is the trace of one rank. Each line of the rank's file is a JSON object, so you can read it even if the job dies."""
+"""The trace of one rank. Each line of its file is a JSON object, so the file stays readable if the job dies."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ def part_path(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True)
 class Header:
-    """The first line of a part: the traced rank, its host, and its group.
+    """The first line of a part.
 
     Attributes:
         rank, size: the rank in the group whose ranks average their gradients, and the size of this group.
-        host, pid: the host's name and the process id.
         group: a description of the group, such as "mpi: MPICH 4.3.0".
         epoch_s: `time.time()` minus `time.perf_counter()` on this rank, in seconds.
-        run: the name of the run. All ranks of a run have the same name. Each run has another name.
+        run: the name of the run, the same on all ranks, and different from the names of all other runs.
     """
 
     rank: int
@@ -48,10 +47,8 @@ class Part:
     """The trace of one rank. All times are times of this rank's own clock.
 
     Attributes:
-        header: the traced rank, its host, and its group.
         clocks: the offsets to rank 0's clock, in the order of measurement.
-        layouts: the layouts of buckets. A layout lists the parameters of each bucket. Each time the reducer builds new buckets,
-            there is a new layout.
+        layouts: the layouts of buckets: one for each time when the reducer has built buckets.
         steps: the steps, in their order.
         is_complete: whether the file ends with the last line of a complete trace.
     """
@@ -74,7 +71,7 @@ def clock_line(clock: ClockOffset) -> str:
 
 
 def layout_line(buckets: Iterable[BucketLayout]) -> str:
-    """Return a line for a layout of buckets. Steps refer to a layout by its index among the layouts of the file."""
+    """Return a line for a layout of buckets. Steps refer to a layout by its index in the file."""
     return _line("layout", {"buckets": [asdict(bucket) for bucket in buckets]})
 
 
@@ -112,7 +109,7 @@ def _began(part: Part) -> float:
 
 
 def read_part(path: Path) -> Part:
-    """Read the part in one file. If the last line is incomplete, leave this line out.
+    """Read the part in one file, without an incomplete last line.
 
     Raises:
         InvalidArgumentError: the file is not a part.
@@ -124,7 +121,7 @@ def read_part(path: Path) -> Part:
 
 
 def parse_part(text: str) -> Part:
-    """Read the part in the text of a file. This is a pure function.
+    """Read the part in the text of a file.
 
     Raises:
         ValueError, KeyError, TypeError: the text is not a part, or is a part of another version.

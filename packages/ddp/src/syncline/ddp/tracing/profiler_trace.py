@@ -1,4 +1,4 @@
-"""Add a file of `torch.profiler` to a trace, and convert the times in the file to rank 0's clock."""
+"""Add a file of `torch.profiler` to a trace, with times of rank 0's clock."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from .chrome_trace import origin_of
 from .timeline import Timeline
 
 _BEHIND = 1_000_000
-"""The profiler's processes and arrows get numbers above all ranks. Perfetto leaves out arrows whose id is no number."""
+"""The profiler's processes and arrows get numbers above all ranks. Perfetto leaves out arrows without a number as id."""
 
 
 def add_profiler_trace(trace: dict[str, Any], timeline: Timeline, rank: int, profile: Any, path: Path) -> None:
     """Add a rank's profile to a trace, in place.
 
-    The profiler uses the host's wall clock. If this clock is adjusted while the job runs, the times of the profile are shifted
-    by the same amount.
+    The profiler uses the host's wall clock. If this clock is adjusted while the job runs, the profile is shifted by the same
+    amount.
 
     Args:
         trace: the result of `chrome_trace(timeline)`.
-        timeline: the timeline of the trace, with times of rank 0's clock.
+        timeline: the timeline of the trace.
         rank: the rank of the profile.
         profile: the content of a file of `export_chrome_trace`, read as JSON.
-        path: the file's name for the text of errors.
+        path: the file's name, for error messages.
 
     Raises:
-        InvalidArgumentError: the timeline has no trace of this rank, or the profile is not a Chrome trace.
+        InvalidArgumentError: the timeline lacks this rank, or the profile is not a Chrome trace.
     """
     taken_on = next((one for one in timeline.ranks if one.header.rank == rank), None)
     if taken_on is None:

@@ -1,4 +1,4 @@
-"""StepRecorder records this rank's traced steps, and writes them to the rank's file."""
+"""Record this rank's traced steps, and write them to the rank's file."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .optimizer_steps import OptimizerSteps
 from .part import Header, clock_line, end_line, header_line, layout_line, part_path, step_line
 
 _WRITE_EVERY_S = 1.0
-"""A killed job may lose this many seconds of its trace. Between two writes, a step costs only a few objects in memory."""
+"""The seconds between two writes to the file. A killed job may lose this part of its trace."""
 
 
 @dataclass
 class _OpenStep:
-    """A step whose backward is over. Until the next step's forward begins, further events belong to this step."""
+    """A step whose backward is over. Events before the next step's forward still belong to this step."""
 
     number: int
     layout: int
@@ -56,15 +56,12 @@ class _OpenStep:
 
 
 class StepRecorder:
-    """Records this rank's steps, and the events between the steps, from the construction of this object until `end`.
+    """Records this rank's steps, and the events between the steps, from construction until `end`.
 
     Args:
         folder: the folder for the file. It is created if it is missing.
-        header: the file's first line.
-        group: the group whose ranks average their gradients.
-        reducer: the reducer of the traced model. A step is a backward whose gradients this reducer averages. The recorder does
-            not keep the reducer alive.
-        parameters: the model's parameters. The recorder records when optimizers of these parameters step.
+        reducer: the reducer of the traced model. The recorder does not keep the reducer alive.
+        parameters: the model's parameters. The steps of their optimizers are recorded.
 
     Raises:
         OSError: the file cannot be written.
@@ -90,10 +87,7 @@ class StepRecorder:
         self._lines.append(lambda: clock_line(clock))
 
     def note_step(self, number: int, statistics: IterationStatistics) -> None:
-        """Record step `number`. Call this method after the step's backward.
-
-        All events until the forward of the next step belong to this step.
-        """
+        """Record step `number`. Call this method after the step's backward."""
         # Events before this step's forward belong to the previous step.
         optimizers, calls = self._optimizers.take(), self._calls.take()
         began = statistics.forward_started
@@ -110,9 +104,9 @@ class StepRecorder:
             self._write()
 
     def note_end_of_steps(self, statistics: IterationStatistics) -> None:
-        """Close the last traced step. Call this method after the backward of the next step, which is not traced.
+        """Close the last traced step. Call this method after the backward of the next step.
 
-        `statistics` are the statistics of the next step.
+        `statistics` are the statistics of the next step, which is not traced.
         """
         began = statistics.forward_started
         self._close_step(
@@ -125,7 +119,7 @@ class StepRecorder:
         self._close_step(self._optimizers.take(), self._calls.take())
 
     def end(self, *, is_complete: bool) -> None:
-        """Close the open step, stop recording, and write and close the file. A second call does nothing."""
+        """Close the open step, stop recording, and close the file. A second call does nothing."""
         if self._file.closed:
             return
         self.close_step()

@@ -1,4 +1,4 @@
-"""TraceRecording makes a trace of a model's steps, from the first clock measurement to the merged file."""
+"""Trace a model's steps, from the first clock measurement to the merged file."""
 
 from __future__ import annotations
 
@@ -36,21 +36,15 @@ class TraceRecording:
         step `first` .. `last`   each rank records its events, and writes them to its own file
         the next step            the ranks compare their clocks again, and rank 0 merges all files into `trace.json`
 
-    A step is a backward that averages gradients. All ranks have the same number of steps, so the ranks issue the collectives of
-    a trace in the same order. If a file cannot be written, the rank logs a warning, and training continues. If ranks may have
-    different numbers of steps (`ranks_may_differ`), the trace issues no more collectives. In this case rank 0 does not merge
-    the files, but `syncline trace` can merge the files later.
+    A step is a backward that averages gradients. If a file cannot be written, the rank logs a warning, and training continues.
 
     Args:
-        settings: the steps to trace, and the folder.
-        group: the group whose ranks average their gradients.
         reducer: the reducer of the model. The recording does not keep the reducer alive.
-        parameters: the model's parameters.
-        only_first: trace only if no other model of this process has reached step `first` before. So the trace shows the trained
-            model, even if the script has run a few steps with another model before.
+        only_first: trace only if no other model of this process has reached step `first` before.
 
     Attributes:
-        ranks_may_differ: whether a rank may have fewer steps than the other ranks.
+        ranks_may_differ: whether a rank may have fewer steps than the other ranks. If so, the trace issues no more collectives,
+            and rank 0 does not merge the files; `syncline trace` can merge them later.
     """
 
     def __init__(
@@ -99,7 +93,7 @@ class TraceRecording:
     def finish(self) -> None:
         """End the trace and merge the ranks' files. A second call does nothing.
 
-        If `ranks_may_differ` is True, this rank only closes its file. Otherwise, this is a collective.
+        This is a collective, unless `ranks_may_differ` is True. Then this rank only closes its file.
         """
         if self._is_over:
             return
@@ -121,7 +115,7 @@ class TraceRecording:
             self._merge()
 
     def abandon(self) -> None:
-        """End the trace on this rank without a collective: write this rank's events to its file, but do not merge files."""
+        """End the trace on this rank without a collective: write this rank's events, but do not merge files."""
         self._is_over = True
         self._close(is_complete=False)
 
@@ -182,7 +176,7 @@ class TraceRecording:
 
 
 def _agree_on_run(group: ProcessGroup) -> str:
-    """A collective. All ranks get the same name."""
+    """A collective. Return a name that is the same on all ranks."""
     number = torch.tensor([time.time_ns()], dtype=torch.int64, device=message_device(group))
     group.broadcast(number, 0)
     return f"{int(number):x}"

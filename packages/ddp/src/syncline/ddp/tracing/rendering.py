@@ -17,11 +17,7 @@ _HEIGHT = 420
 
 
 def table(title: str, columns: Sequence[str]) -> Table:
-    """Make an empty table whose columns are aligned at the right.
-
-    Raises:
-        MisuseError: rich is not installed.
-    """
+    """Return an empty table whose columns are aligned at the right."""
     require_extra("rich")
     from rich.box import SIMPLE
     from rich.table import Table
@@ -33,11 +29,7 @@ def table(title: str, columns: Sequence[str]) -> Table:
 
 
 def printed(*parts: str | Table) -> str:
-    """Return texts and tables as one text for a terminal, one below the other.
-
-    Raises:
-        MisuseError: rich is not installed.
-    """
+    """Return texts and tables as one text for a terminal, one below the other."""
     require_extra("rich")
     from rich.console import Console
     from rich.measure import Measurement
@@ -57,16 +49,12 @@ def printed(*parts: str | Table) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Convert seconds to milliseconds, as text for a table."""
+    """Convert seconds to a text in milliseconds."""
     return f"{1e3 * seconds:.2f}"
 
 
 def script() -> str:
-    """Return Plotly's script as HTML. A page that contains this script needs no other file.
-
-    Raises:
-        MisuseError: Plotly is not installed.
-    """
+    """Return Plotly's script as HTML. A page that contains this script needs no other file."""
     require_extra("plotly")
     from plotly.offline import get_plotlyjs
 
@@ -76,16 +64,7 @@ def script() -> str:
 def figure(div_id: str, data: Sequence[dict[str, Any]], title: str, x: dict[str, Any], y: dict[str, Any], **layout: Any) -> str:
     """Return one figure as HTML, for a page that contains the result of `script`.
 
-    Args:
-        div_id: the id of the figure's element.
-        data: Plotly's traces.
-        title: the text above the figure.
-        x: options for the x axis, such as its title.
-        y: options for the y axis.
-        layout: further options for the figure.
-
-    Raises:
-        MisuseError: Plotly is not installed.
+    `data` are Plotly's traces. `x` and `y` are options of the axes, such as the title. `layout` are further options.
     """
     require_extra("plotly")
     import plotly.graph_objects as graphs

@@ -30,21 +30,11 @@ def is_in(folder: Path) -> bool:
 
 
 def text(folder: Path, arguments: argparse.Namespace) -> str:
-    """Return tables of the ranks and the steps.
-
-    Raises:
-        InvalidArgumentError: a file cannot be read.
-        MisuseError: rich is not installed.
-    """
+    """Return tables of the ranks and the steps."""
     return tables(read_timeline(folder), None if arguments.floor is None else read_floor(arguments.floor))
 
 
 def html(folder: Path, arguments: argparse.Namespace) -> str:
-    """Return plots and tables as HTML.
-
-    Raises:
-        InvalidArgumentError: a file cannot be read.
-        MisuseError: Plotly is not installed.
-    """
+    """Return plots and tables as HTML."""
     del arguments
     return page.fragment(read_timeline(folder))

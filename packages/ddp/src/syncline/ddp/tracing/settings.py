@@ -1,4 +1,4 @@
-"""TraceSettings says which steps to trace, and in which folder to store the trace."""
+"""Read which steps to trace, and in which folder to store the trace."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ DEFAULT_STEPS = "10-20"
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """The steps to trace, and the folder for the trace.
-
-    A step begins with a forward whose backward averages gradients, and ends before the next forward of this kind. The first
-    step has number 1.
+    """The steps to trace, and the folder for the trace. A step is a backward that averages gradients. The first step is step 1.
 
     Attributes:
         folder: the folder for the files of all ranks. It is created if it is missing.
@@ -33,11 +30,7 @@ class TraceSettings:
 
 
 def settings_from(environ: Mapping[str, str]) -> TraceSettings | None:
-    """Return the settings in the variables `SYNCLINE_TRACE` and `SYNCLINE_TRACE_STEPS`, or None if `SYNCLINE_TRACE` is not set.
-
-    Raises:
-        InvalidArgumentError: the text of the steps is not valid; see `parse_steps`.
-    """
+    """Return the settings in `SYNCLINE_TRACE` and `SYNCLINE_TRACE_STEPS`, or None if `SYNCLINE_TRACE` is not set."""
     folder = environ.get(FOLDER_VARIABLE, "")
     if not folder:
         return None
@@ -46,11 +39,10 @@ def settings_from(environ: Mapping[str, str]) -> TraceSettings | None:
 
 
 def parse_steps(text: str, name: str) -> tuple[int, int]:
-    """Return the first and the last step that a text such as "10-20" names. The text "7" names only step 7.
+    """Return the first and the last step of a text such as "10-20". The text "7" names only step 7.
 
     Raises:
-        InvalidArgumentError: the text has another form, or the first step is 0, or the first step comes after the last step.
-            The error's text contains `name`.
+        InvalidArgumentError: the text has another form, or not 1 <= first <= last. The error's text contains `name`.
     """
     match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
     first = int(match[1]) if match else 0

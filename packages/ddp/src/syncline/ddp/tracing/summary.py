@@ -1,4 +1,4 @@
-"""Summarise how the ranks spend the time of traced steps, and for which rank the other ranks wait. All functions are pure."""
+"""Summarise how the ranks spend the time of traced steps, and for which rank the other ranks wait."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ class StepSummary:
     """One step over all ranks. Times are in seconds.
 
     Attributes:
-        number: the step's number.
-        duration_s: the time from the first rank's start of the forward to the last rank's end of the step. A rank's step ends
-            when its last optimizer has stepped and backward has waited for all buckets.
+        duration_s: the time from the first start of a forward to the last end of a step. A rank's step ends when its last
+            optimizer has stepped and all buckets are reduced.
         compute_s: the time from the forward's start to the last gradient, as the mean over the ranks.
-        exposed_s: the exposed communication: the time in which backward waited for buckets, as the mean over the ranks.
+        exposed_s: the time in which backward waited for buckets, as the mean over the ranks.
         last_rank: the rank whose last gradient came last.
         late_s: the time from the median of the other ranks' last gradients to the last gradient of `last_rank`. 0 in a group of
             one rank.
         caused_s: the time in which other ranks waited for `last_rank`, summed over these ranks.
-        bucket_bytes: the size of each bucket on one rank, in bytes.
-        reducing_s: the time in which at least one bucket was being reduced. A reduction begins when the last rank has started
-            it.
+        bucket_bytes: the size of each bucket on one rank.
+        reducing_s: the time in which at least one bucket was being reduced. A reduction begins when the last rank starts it.
     """
 
     number: int
@@ -41,7 +39,7 @@ class StepSummary:
 
     @property
     def nbytes(self) -> int:
-        """The size of all buckets on one rank, in bytes."""
+        """The size of all buckets on one rank."""
         return sum(self.bucket_bytes)
 
     @property
@@ -55,11 +53,10 @@ class RankSummary:
     """One rank over all steps. Times are in seconds.
 
     Attributes:
-        rank: the rank in the group.
-        compute_s: this rank's time from the forward's start to the last gradient, as the median over the steps.
-        exposed_s: this rank's exposed communication, as the median over the steps.
-        times_last: the number of steps in which this rank's last gradient came later than those of all other ranks.
-        late_s: the median of `StepSummary.late_s` over the steps that `times_last` counts. 0 if `times_last` is 0.
+        compute_s: the time from the forward's start to the last gradient, as the median over the steps.
+        exposed_s: the time in which backward waited for buckets, as the median over the steps.
+        times_last: the number of steps in which this rank's last gradient came last.
+        late_s: the median of `StepSummary.late_s` over the steps that `times_last` counts. 0 if there are none.
         caused_s: the time in which other ranks waited for this rank, summed over ranks and steps.
     """
 
@@ -78,7 +75,7 @@ def summarize_steps(timeline: Timeline) -> list[StepSummary]:
 
 
 def summarize_ranks(timeline: Timeline, steps: Sequence[StepSummary]) -> list[RankSummary]:
-    """Return a summary of each rank over these steps. There must be at least one step."""
+    """Return a summary of each rank over at least one step."""
     found = []
     for one in timeline.ranks:
         own = [one.steps[step.number] for step in steps]
@@ -128,7 +125,7 @@ def _reductions(on_ranks: Sequence[StepEvent]) -> list[tuple[float, float]]:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the total length of the spans (pairs of start and end). A time in several spans counts only once."""
+    """Return the total length of spans (pairs of start and end). A time in several spans counts once."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

@@ -17,13 +17,7 @@ if TYPE_CHECKING:
 def tables(timeline: Timeline, floor: Floor | None = None) -> str:
     """Return the text of `in_words`, a table of the ranks, and a table of the steps.
 
-    Args:
-        timeline: the trace.
-        floor: the shortest possible times of all-reduces. With a floor, a column of the table compares these times with the
-            measured times.
-
-    Raises:
-        MisuseError: rich is not installed.
+    With a floor, the table of the steps compares measured times with the shortest possible times.
     """
     steps = summarize_steps(timeline)
     if not steps:
@@ -32,7 +26,7 @@ def tables(timeline: Timeline, floor: Floor | None = None) -> str:
 
 
 def in_words(timeline: Timeline) -> str:
-    """Return a text that lists the traced ranks, and says how well their clocks are aligned."""
+    """Return a text with the number of traced ranks, the missing ranks, and the error of the clocks."""
     missing = f" (missing: {', '.join(map(str, timeline.missing))})" if timeline.missing else ""
     error = timeline.error_s
     clocks = "clocks were not aligned" if error is None else f"clocks are aligned within {1e6 * error:.3g} us"

@@ -1,4 +1,4 @@
-"""Timeline contains the steps of all ranks, with times of rank 0's clock. All functions are pure."""
+"""The steps of all ranks, with times of rank 0's clock."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from .events import BucketLayout, StepEvent, ToClock
 from .part import Header, Part
 
 _UNKNOWN_DRIFT = 50e-6
-"""The assumed seconds by which two clocks drift apart in one second, if the offset was measured only once."""
+"""The assumed drift of two clocks in seconds per second, if the offset was measured only once."""
 
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """The steps of one rank, with times of rank 0's clock.
+    """The steps of one rank by number, with times of rank 0's clock.
 
     Attributes:
-        header: the traced rank, its host, and its group.
         layouts: the layouts of the buckets; see `Part`.
-        steps: the steps, by number.
         error_s: the largest possible error of the times, in seconds. None if the rank's clock was never measured.
         epoch_s: `time.time()` of this rank's host minus rank 0's clock, in seconds.
     """
@@ -66,7 +64,7 @@ class Timeline:
 
 
 def merge(parts: Sequence[Part]) -> Timeline:
-    """Merge the parts of several ranks into a timeline. There must be at least one part, and parts must be sorted by rank."""
+    """Merge the parts of at least one rank, sorted by rank, into a timeline."""
     present = {part.header.rank for part in parts}
     missing = tuple(rank for rank in range(parts[0].header.size) if rank not in present)
     return Timeline(tuple(map(_by_rank_0, parts)), missing)
@@ -80,7 +78,7 @@ def _by_rank_0(part: Part) -> RankTimeline:
 
 
 def clock_of(clocks: Sequence[ClockOffset]) -> ToClock:
-    """Return a function that converts times of a rank's clock to times of rank 0's clock.
+    """Return a function that converts times of a rank's clock to rank 0's clock.
 
     The function is linear through the first and the last measurement.
     """
@@ -96,7 +94,7 @@ def clock_of(clocks: Sequence[ClockOffset]) -> ToClock:
 
 
 def error_of(part: Part) -> float | None:
-    """Return the largest possible error of a rank's times in seconds, or None if the rank's clock was never measured."""
+    """Return the largest possible error of a rank's times in seconds. None if the rank's clock was never measured."""
     if not part.clocks or part.header.rank == 0:
         return 0.0 if part.header.rank == 0 else None
     measured = max(clock.error_s for clock in part.clocks)

@@ -27,13 +27,12 @@ def read_timeline(folder: Path) -> Timeline:
 
 
 def write_trace(folder: Path, path: Path | None = None, profiles: Mapping[int, Path] | None = None) -> Path:
-    """Merge the ranks' files in a folder into one file in the Chrome trace format.
+    """Merge the ranks' files in a folder into one file in the Chrome trace format, and return its path.
 
     Args:
         folder: the folder with the ranks' files.
         path: the file to write; None means `trace.json` in the folder.
-        profiles: for some ranks, the path of a file of `torch.profiler` with the same steps. These files are also merged into
-            the trace.
+        profiles: for some ranks, a file of `torch.profiler` with the same steps, to merge as well.
 
     Raises:
         InvalidArgumentError: a file cannot be read or written.
