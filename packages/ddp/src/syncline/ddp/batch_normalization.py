@@ -20,7 +20,7 @@ class BatchNormalization(torch.autograd.Function):
 
         weight / sqrt(variance + eps) * (g - sum(g) / n - x' * sum(g * x') / n)
 
-    The sums are over all ranks, by one all_reduce of 16 bytes for each channel. The gradients of weight and bias come only from
+    The sums are over all ranks, by one all_reduce of 16 bytes for each channel. The gradients of weight and bias cover only
     this rank's part of the batch, because the reducer averages them later.
     """
 

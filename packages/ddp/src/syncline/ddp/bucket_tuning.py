@@ -81,8 +81,7 @@ def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
 def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[frozenset[int]]) -> float:
     """Return the part of an all-reduce's processor time, from 0 to 1, that delays the model's computation.
 
-    The result concerns this rank and all ranks that share a core with it: the number of cores that these ranks keep busy,
-    divided by the number of cores on which they may run.
+    The part is the number of cores that this rank and all ranks on its cores keep busy, divided by the number of their cores.
 
     Args:
         rank: this rank's position in the two lists.
@@ -208,7 +207,6 @@ class BucketTuning:
         self._reducer.change_bucket_caps(self.caps_bytes)
 
     def _workload(self, times: Sequence[float]) -> Workload:
-        """Return the workload for `times`, which come from `_times`."""
         *starts, backward_s, began = times
         found = []
         for bucket, until in zip(self._reducer.buckets, starts, strict=True):

@@ -29,9 +29,9 @@ class BufferHook:
 
     Attributes:
         state: the hook's first argument.
-        hook: a function `hook(state, buffers)`, which gets a dict of the buffers by name, and changes the buffers in place. The
-            function may return futures. The end of the backward waits for these futures, if this backward will average
-            gradients. Otherwise the end of the forward waits.
+        hook: a function `hook(state, buffers)`, which gets a dict of the buffers by name, and changes the buffers in place. It
+            may return futures. The end of the backward waits for these futures, if this backward will average gradients.
+            Otherwise the end of the forward waits.
         follows_forward: whether the hook runs after the module's forward. False: before the forward.
     """
 
@@ -135,7 +135,6 @@ class Buffers:
             self._modes_without_graph = {layer: earlier.get(layer, True) and mode for layer, mode in modes.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that a copy keeps. No graph reads the buffers of a copy."""
         return {**self.__dict__, "_open_forwards": [], "_modes_without_graph": {}}
 
     def after_forward(self) -> list[AnyFuture]:
@@ -154,8 +153,7 @@ class Buffers:
     def forward_failed(self, will_reduce: bool) -> None:
         """Record that the module's forward has raised an error on all ranks.
 
-        After this call, the buffers are due on all ranks or on no rank. Otherwise, a rank that synchronised its buffers in an
-        earlier forward inside `no_sync` could differ from the other ranks.
+        After this call, the buffers are due on all ranks or on no rank.
         """
         if self.hook is None or not self.hook.follows_forward:  # the failed forward has not run a hook that follows it
             self.forward_ended(will_reduce)

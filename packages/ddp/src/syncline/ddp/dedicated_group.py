@@ -27,9 +27,9 @@ def dedicated_group(group: ProcessGroup) -> ProcessGroup:
     Note [A group of its own]
     ~~~~~~~~~~~~~~~~~~~~~~~~
     A layer may communicate in backward, when autograd reaches the layer. The reducer also communicates in backward, and may
-    start a bucket at different moments on different ranks. So the calls of the layer and of the reducer may have a different
-    order on each rank. In one group, this would be a disagreement. In two groups, it does no harm, and the layer need not wait
-    for the buckets that are being reduced.
+    start a bucket at different moments on different ranks. So the calls of layer and reducer may have a different order on each
+    rank, which would be a disagreement in one group. In two groups, the order does no harm, and the layer need not wait for
+    buckets.
     """
     key = group if group.torch_group is None else group.torch_group
     with _lock:

@@ -79,10 +79,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             devices. For a module on the CPU, pass None.
         output_device: deprecated; None, or the device in `device_ids`.
         dim: deprecated; must be 0.
-        broadcast_buffers: deprecated; whether all ranks get the buffers of rank 0 at construction and at the start of each
-            forward. None means True. Has no effect if `forward_sync_buffers` is given.
+        broadcast_buffers: deprecated; whether to broadcast buffers at construction and at the start of each forward. Has no
+            effect if `forward_sync_buffers` is given.
         init_sync: whether the constructor compares the modules of all ranks and copies rank 0's state to all ranks. Pass False
-            only if you know that the modules are equal.
+            only if the modules are equal.
         process_group: a group of Syncline or of torch.distributed. None: Syncline's default group, or else torch's. If there is
             no default group, the constructor calls Syncline's `init_process_group()`.
         bucket_cap_mb: the approximate size of a bucket of gradients in MiB. None: 25, but 1 for the first bucket. "auto": DDP
@@ -95,22 +95,23 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         static_graph: True promises that every backward uses the same graph as the first backward. Re-entrant checkpoints and
             unused parameters are then allowed.
         delay_all_reduce_named_params: pairs of a name and a parameter. A backward may compute any number of gradients for these
-            parameters. DDP averages these parameters last, after the gradient of `param_to_hook_all_reduce` is ready.
-        param_to_hook_all_reduce: the parameter whose gradient starts the averages of `delay_all_reduce_named_params`.
-        mixed_precision: a `MixedPrecision` of Syncline or of torch: the dtypes of computation, of reduction, and of buffers.
+            parameters. DDP averages them last, after the gradient of `param_to_hook_all_reduce` is ready.
+        param_to_hook_all_reduce: the parameter whose gradient must be ready before DDP averages
+            `delay_all_reduce_named_params`.
+        mixed_precision: a `MixedPrecision` of Syncline or of torch.
         device_mesh: a one-dimensional mesh, in place of `process_group`.
         skip_all_reduce_unused_params: do not reduce a bucket if no rank uses a parameter of this bucket. Requires
             `find_unused_parameters`.
         bucket_cap_mb_list: the sizes in MiB of the first, second, ... bucket, in place of `bucket_cap_mb`. All further buckets
             have the last size.
         batched_grad_copy: has no effect.
-        forward_sync_buffers: whether to broadcast buffers at the start of each forward. If you pass True or False, buffers are
+        forward_sync_buffers: whether to broadcast buffers at the start of each forward. If True or False is given, buffers are
             also broadcast at construction (unless `init_sync` is False).
         lazy_bucket_allocation: an argument of torch 2.15. True only causes a warning.
 
     If `init_sync` is True, the constructor is a collective: two all_reduces of 16 bytes, and broadcasts of the module's state
     in buffers of at most 250 MiB. (A larger tensor has a buffer of its own.) The first forward whose backward averages
-    gradients is also a collective. A copy with `copy.deepcopy` or `pickle` is not a collective.
+    gradients is also a collective.
 
     Raises:
         MisuseError: a parameter or buffer is uninitialised, is sparse, is on a device that the group's backend cannot use, or
@@ -118,7 +119,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             use only this rank's batch.
         DisagreementError: on all ranks, if modules or arguments differ between ranks. The text names the first difference. If
             one rank raises a `MisuseError`, the other ranks raise a `DisagreementError` that names this rank and its error.
-        InvalidArgumentError: an argument is wrong, or two arguments contradict each other. The text says what to pass instead.
+        InvalidArgumentError: an argument is wrong, or two arguments contradict each other.
     """
 
     _uneven_inputs: UnevenInputs | None = None
@@ -414,12 +415,11 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """A context for gradient accumulation: the backwards of its forwards only add to this rank's gradients.
 
         These backwards do not communicate. The backward of the first forward after the context averages the accumulated
-        gradients.
+        gradients. Contexts may be nested.
 
-        As in torch, the place of the forward decides: if a forward runs inside the context, its backward does not average, even
-        after the context. There is one exception: the first backward after a new forward outside of the context averages, even
-        if this backward belongs to a forward inside the context. A backward of the bare module does not average inside the
-        context. Contexts may be nested.
+        As in torch, the place of the forward decides: the backward of a forward inside the context does not average, even after
+        the context. There is one exception: the first backward after a new forward outside of the context averages, even if
+        this backward belongs to a forward inside the context.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -488,17 +488,16 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def update_process_group(self, process_group: ProcessGroup | dist.ProcessGroup | None) -> None:
         """From now on, average gradients over the ranks of another group. The new group may have more, fewer or other ranks.
 
-        Every rank of the new group must call this method. The ranks compare their parameters and buffers, but do not change
-        them. So first give each new rank the parameters and buffers of the other ranks.
+        Every rank of the new group calls this method. The ranks compare their parameters and buffers, but do not change them.
+        So first give each new rank the parameters and buffers of the other ranks.
 
         The communication hook stays registered. If the hook's state holds the old group, register the hook with a new state.
-        With `static_graph`, DDP learns the graph again from the next backward.
 
         Args:
             process_group: the new group; see the class.
 
         Raises:
-            DisagreementError: on all ranks, if parameters or buffers differ between ranks; see the class.
+            DisagreementError: on all ranks, if parameters or buffers differ between ranks.
             MisuseError: the call is within `join()`.
         """
         if self._join is not None:
@@ -538,7 +537,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         Args:
             state: the first argument of each call of the hook.
             hook: a function that gets a bucket with this rank's gradients, not divided by the number of ranks. The function
-                returns a future of the flat tensor of reduced gradients. This tensor must be the same on every rank.
+                returns a future of the flat tensor of reduced gradients, which must be the same on every rank.
 
         Raises:
             InvalidTypeError: the hook is not callable.
@@ -557,9 +556,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def register_post_average_grad_hook(self, hook: AverageHook) -> RemovableHandle:
         """Call `hook(parameter)` in backward, as soon as `parameter.grad` is the average over the ranks.
 
-        For example, the hook may step an optimizer, or clip or log the gradient. (A post-accumulate-grad hook of torch would
-        run before the average.) The hook may set `parameter.grad` to None. The hook must not communicate. It runs on the thread
-        of backward. It does not run in `no_sync`, or for parameters that no rank used.
+        For example, the hook may step an optimizer, or clip or log the gradient. The hook may set `parameter.grad` to None. It
+        must not communicate. It runs on the thread of backward, but not in `no_sync`, and not for parameters that no rank used.
 
         Returns:
             A handle. Call `remove()` of this handle to unregister the hook.
@@ -581,8 +579,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
         Args:
             folder: the folder for the files. It is created if it is missing.
-            first: the first traced step. A step is a backward whose gradients are averaged. Steps count from 1 inside the
-                context.
+            first: the first traced step. A step is a backward that averages gradients. The first step in the context is step 1.
             last: the last traced step. None: trace all steps from `first` on.
 
         Raises:
@@ -608,11 +605,11 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def watch_stragglers(self, every: int) -> None:
         """Let rank 0 log, after every `every` steps, for which rank the other ranks waited most often, and for how long.
 
-        Every rank must call this method with the same number. The environment variable `SYNCLINE_STRAGGLERS` starts the watch
-        without a change to the script. The watch ends in a join context, and when the group changes.
+        Every rank calls this method with the same number, or sets it in the environment variable `SYNCLINE_STRAGGLERS`. The
+        watch ends in a join context, and when the group changes.
 
         Args:
-            every: the number of steps between two lines of the log. A step is a backward whose gradients are averaged.
+            every: the number of steps between two lines of the log. A step is a backward that averages gradients.
 
         Raises:
             InvalidArgumentError: `every` is below 1.
@@ -627,17 +624,18 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._straggler_watch = None
 
     def check_replicas(self, every: int) -> None:
-        """Let the ranks compare their parameters every `every` steps. A step is a backward whose gradients are averaged.
+        """Let the ranks compare their parameters every `every` steps.
 
         If replicas differ, backward raises a `DisagreementError` on all ranks. The error names the first parameter that
         differs.
 
-        Every rank must call this method with the same number. The environment variable `SYNCLINE_CHECK_REPLICAS` starts the
-        checks without a change to the script. The checks end in a join context, and when the group changes.
+        Every rank calls this method with the same number, or sets it in the environment variable `SYNCLINE_CHECK_REPLICAS`. The
+        checks end in a join context, and when the group changes.
 
         Args:
-            every: the number of steps between two checks. A check reads all parameters once, and sends a hash of 16 bytes for
-                each parameter.
+            every: the number of steps between two checks. A step is a backward that averages gradients.
+
+        Cost: a check reads all parameters once, and all-reduces 16 bytes.
 
         Raises:
             InvalidArgumentError: `every` is below 1.

@@ -44,7 +44,7 @@ class _Phase(Enum):
 
 
 class _NotAppliedError(Exception):
-    """The step was not applied, and must be repeated. This error ends the body of `with elastic.step():`. `step` catches it."""
+    """The step was not applied, and must be repeated. `step` catches this error."""
 
 
 class Elastic:
@@ -62,66 +62,63 @@ class Elastic:
                     optimizer.step()
 
     A `TransportError` ends the body of `with elastic.step():`. Then the remaining ranks form a new group (a *recovery*).
-    `batches` yields the failed batch again, divided among these ranks.
+    `batches` yields the failed batch again, divided among these ranks. If a rank is lost outside of `with elastic.step():`, the
+    other ranks raise an error as usual.
 
     At the first `optimizer.step()` of a step, the ranks agree that all ranks apply the step. After this agreement the body must
     not communicate. A collective that fails after the agreement raises a `MisuseError`.
-
-    If a rank is lost outside of `with elastic.step():`, for example in an evaluation, the other ranks raise an error as usual.
 
     After a recovery, `model.join_process_group` is the new group. If the old group was the default group, the new group becomes
     the default group.
 
     **Gradient accumulation.** Several `with elastic.step():` blocks may accumulate gradients for one `optimizer.step()`, if
-    each block averages its gradients. If a block has backwards within `model.no_sync()`, the same block must also have the
-    backward that averages their sum.
+    each block averages its gradients. If a block has backwards within `model.no_sync()`, it must also have the backward that
+    averages their sum.
 
     **Communication hooks.** Register a hook before you make `Elastic`. If the hook's state holds a group, register the hook
-    again after a recovery. If the hook's state has `state_dict` and `load_state_dict`, a recovery copies the state of one rank
-    to all ranks. (The states of `syncline.hooks` have these methods.) The copy leaves out the error feedback: each rank keeps
-    its own, and a newcomer begins with zero. If a step is repeated, the hook's state counts this step twice.
+    again after a recovery. If the hook's state has `state_dict` and `load_state_dict` (as in `syncline.hooks`), a recovery
+    copies the state of one rank to all ranks. Each rank keeps its own error feedback, and a newcomer begins with zero. If a
+    step is repeated, the hook's state counts this step twice.
 
     **Changes of the model.** Add layers outside of `with elastic.step():`. If a step is repeated, layers that its body has
     added are not removed. A newcomer's script must make the model with all layers that the other ranks have added.
 
-    **Newcomers.** A newcomer is a process that you start later, with the same script and with SYNCLINE_JOIN=1. In a newcomer,
-    the constructor of `Elastic` waits until the other ranks let the newcomer in. The newcomer gets the state of the training:
-    parameters, buffers, optimizers, sampler, random state of the CPU, the objects in `stateful`, gradients that no optimizer
-    has used yet, and the state of the communication hook. Then the newcomer continues at the step of the other ranks. From this
-    step on, all scripts must issue the same collectives. So the script must loop over `epochs`, which begins at the present
-    epoch. If the newcomer's hook, parameters, or types of optimizers or of objects in `stateful` differ, the newcomer raises an
-    error. The other ranks then go on without this newcomer.
+    **Newcomers.** A newcomer is a process that you start later, with the same script and with SYNCLINE_JOIN=1. Its constructor
+    of `Elastic` waits until the other ranks let it in. The newcomer gets the state of the training: parameters, buffers,
+    optimizers, sampler, the CPU's random state, objects in `stateful`, accumulated gradients, and the hook's state. Then it
+    continues at the step of the other ranks, and must issue the same collectives. So the script must loop over `epochs`, which
+    begins at the present epoch. If the newcomer's hook, parameters, or types of optimizers or of objects in `stateful` differ,
+    the newcomer raises an error, and the other ranks go on without it.
 
     Args:
         model: the model, on a group that can shrink.
         optimizer: one or several optimizers of the model's parameters. No optimizer may step within backward
             (`model.fused_optimizer`).
         sampler: the sampler that divides each batch among the ranks.
-        stateful: other objects that change with the steps, such as learning rate schedulers or a GradScaler. Newcomers get the
-            state of these objects. A repeated step starts with their state from before the step. All ranks pass the objects in
-            the same order.
+        stateful: other objects that change with the steps, such as learning rate schedulers or a GradScaler. A repeated step
+            starts with their state from before the step. All ranks pass the objects in the same order.
         min_ranks: the training ends if fewer ranks are left.
         max_failures: the largest number of ranks that may be lost in the whole training. None: any number.
         silence_timeout_s: the number of seconds that a recovery waits for a silent rank, if this rank is not known to have
             ended; see [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
         give_up_s: the largest number of seconds that one recovery may take, and that a newcomer waits to be let in.
-        admit_every: the ranks look for newcomers after every `admit_every` applied steps. This number has no effect if the
-            group cannot let ranks in (`ProcessGroup.missing_for_admit`).
+        admit_every: the ranks look for newcomers after every `admit_every` applied steps, if the group can let ranks in
+            (`ProcessGroup.missing_for_admit`).
 
     Attributes:
         applied_steps: the number of applied steps.
         lost_ranks: the lost ranks. Their numbers are those of `ProcessGroup.members`, which do not change in a recovery.
         recovery_s: the duration of each recovery in seconds, from the error to the end of the recovery.
 
-    Cost: for each step, one `all_reduce` of 8 bytes, and copies of the model's parameters and buffers, of the random state (5
-    KB), and of the states of the objects in `stateful`. Every `admit_every` steps rank 0 reads the store.
+    Cost: for each step, one `all_reduce` of 8 bytes, and copies of the model's parameters and buffers, and of the states of the
+    objects in `stateful`. Every `admit_every` steps rank 0 reads the store.
 
     Raises:
         BackendUnavailableError: the model's group cannot shrink, or the model is not on the CPU.
         InvalidArgumentError: a numeric argument is out of range. Or a batch has fewer samples than there are ranks. Or an
             object in `stateful` lacks `state_dict` or `load_state_dict`.
-        MisuseError: an optimizer steps within backward. Or this process is a newcomer that differs from the other ranks (see
-            above). Or an optimizer of this newcomer has parameters that are not in the model.
+        MisuseError: an optimizer steps within backward. Or this process is a newcomer that differs from the other ranks. Or an
+            optimizer of this newcomer has parameters that are not in the model.
     """
 
     # Note [Applied on all or on none]
@@ -231,7 +228,7 @@ class Elastic:
                 `batches` iterates over the loader again.
 
         Raises:
-            MisuseError: the body of the loop did not use a batch in `with elastic.step():`.
+            MisuseError: the loop's body did not use a batch in `with elastic.step():`.
         """
         self._let_newcomers_in()  # the script may have left its latest loop over `batches` after a step
         try:
@@ -260,13 +257,11 @@ class Elastic:
         Code after `optimizer.step()` in this context runs only if all ranks apply the step.
 
         Raises:
-            RankLostError: on all remaining ranks, if fewer than `min_ranks` ranks are left, or more than `max_failures` ranks
-                were lost.
+            RankLostError: on all remaining ranks, if fewer than `min_ranks` are left, or more than `max_failures` were lost.
             RankGivenUpError: the other ranks have gone on without this rank.
             TransportError: a recovery took longer than `give_up_s`.
             MisuseError: this step begins within another step, or is the second step for one batch. Or a collective failed after
-                the ranks had agreed to apply the step. Or the step ends with gradients that are not averaged and that no
-                optimizer has used.
+                the agreement to apply the step. Or gradients are left that are not averaged and that no optimizer has used.
         """
         if self._phase is not _Phase.BETWEEN_STEPS:
             raise MisuseError("a step was begun within a step")
@@ -328,7 +323,7 @@ class Elastic:
         self._stepped.add(id(optimizer))
 
     def _accumulated_gradients(self) -> list[torch.nn.Parameter]:
-        """Return the parameters whose gradients no optimizer has used in this step. Usually there are none."""
+        """Return the parameters whose gradients no optimizer has used in this step."""
         idle = [optimizer for optimizer in self._optimizers if id(optimizer) not in self._stepped]
         parameters = [
             p for optimizer in idle for group in optimizer.param_groups for p in group["params"] if p.grad is not None
@@ -426,10 +421,10 @@ class Elastic:
         return holds
 
     def _meet(self, meet: Callable[[], ProcessGroup]) -> dict[int, int]:
-        """Call `meet` to make a new group, and let the model use it. Give newcomers the state of the training.
+        """Call `meet` to make a new group, let the model use it, and give newcomers the state of the training.
 
-        If no rank has applied the present step, undo it. If a rank is lost during the call, the call raises an error. Then call
-        this method again.
+        If no rank has applied the present step, undo it. If a rank is lost meanwhile, raise an error; then call this method
+        again.
 
         Returns:
             For each member that had a state, the number of agreements in which it took part.
@@ -530,8 +525,7 @@ class Elastic:
     def _let_newcomers_in(self) -> None:
         """Let newcomers in, if the ranks have agreed in the latest step that some wait. If so, this is a collective.
 
-        A newcomer begins with a batch, so call this method before each batch. Code after the step in the loop may still
-        communicate.
+        Call this method before each batch, because a newcomer begins with a batch.
         """
         if not self._waiting:
             return
@@ -553,13 +547,11 @@ class Elastic:
             self._group.expect_losses(False)
 
     def _refuse_other_scripts(self, root: int) -> None:
-        """A collective. Raise an error if a newcomer's hook, model, optimizers or `stateful` differ from those of `root`.
-
-        The newcomer that differs ends, and the other ranks meet again without it.
+        """A collective. If a newcomer's hook, model, optimizers or `stateful` differ from those of `root`, raise an error.
 
         Raises:
-            MisuseError: on a newcomer that differs.
-            RankLostError: on the other ranks.
+            MisuseError: on a newcomer that differs, which then ends.
+            RankLostError: on the other ranks, which meet again without it.
         """
         outline = {"communication hook": _describe_hook(*self._model.communication_hook), **self._state.outline()}
         expected = broadcast_object(outline if self._group.rank == root else None, root, group=self._group)

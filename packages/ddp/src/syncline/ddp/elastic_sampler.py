@@ -29,9 +29,9 @@ def share_bounds(rank: int, ranks: int, begin: int, end: int) -> tuple[int, int]
 class ElasticSampler(Sampler[list[int]]):
     """Yields the indices of this rank's share of each batch. Pass it to a `DataLoader` as `batch_sampler`.
 
-    A batch contains the samples of all ranks. So the number of steps, and the samples of each step, do not depend on the number
-    of ranks. Each epoch uses every sample once, in batches whose sizes differ by at most one sample. (With `drop_last` all
-    batches have the same size, and the remaining samples are left out.)
+    A batch contains the samples of all ranks, so steps do not depend on the number of ranks. Each epoch uses every sample once,
+    in batches whose sizes differ by at most one sample. (With `drop_last` all batches have the same size, and the remaining
+    samples are left out.)
 
     A batch is applied when all ranks have called `optimizer.step()`. If a rank is lost before, the batch is divided again among
     the remaining ranks. `Elastic` calls `divide` when the ranks change, and `advance` after each applied batch.
@@ -39,7 +39,7 @@ class ElasticSampler(Sampler[list[int]]):
     Args:
         samples: the number of samples in the data set.
         batch_size: the largest number of samples that all ranks take together in one step.
-        shuffle: use a new order in each epoch, the same on all ranks. False: keep the order of the data set.
+        shuffle: use a new order in each epoch, the same on all ranks.
         seed: the seed of the random orders.
         drop_last: leave out samples that do not fill a batch of `batch_size`.
 
@@ -62,7 +62,6 @@ class ElasticSampler(Sampler[list[int]]):
         self.applied = 0
 
     def __len__(self) -> int:
-        """Return the number of batches of a whole epoch."""
         return self._batches
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -86,8 +85,8 @@ class ElasticSampler(Sampler[list[int]]):
     def weight(self) -> float:
         """The weight of this rank's share of the present batch. Multiply the mean loss of the share by this weight.
 
-        The sizes of shares may differ by one sample. With the weighted loss, the averaged gradient is the average over all
-        samples of the batch. If all shares have the same size, the weight is 1.
+        With the weighted loss, the averaged gradient is the average over all samples of the batch, although the sizes of shares
+        may differ by one sample.
         """
         begin, end = batch_bounds(self.applied, self._batches, self._samples)
         mine = self._share(self.applied)

@@ -23,7 +23,7 @@ class IterationListeners:
         return bool(self._listeners)
 
     def __call__(self, statistics: IterationStatistics) -> None:
-        """Call all listeners, after a reduced backward."""
+        """Call all listeners."""
         for listener in tuple(self._listeners):
             listener(statistics)
 

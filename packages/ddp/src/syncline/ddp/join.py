@@ -90,8 +90,7 @@ class Join:
         joinables: all objects that communicate in the loop, such as a `DistributedDataParallel` or an optimizer, in the order
             in which they communicate. All objects use the same group.
         enable: False makes the context do nothing.
-        throw_on_early_termination: raise an error on all ranks when one rank has no inputs left. False: the other ranks
-            continue.
+        throw_on_early_termination: raise an error on all ranks when one rank has no inputs left.
         kwargs: arguments for the `join_hook` of each joinable.
 
     Cost: an all_reduce of one byte for each rank, in each iteration.

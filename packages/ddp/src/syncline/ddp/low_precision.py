@@ -44,7 +44,7 @@ class _Found(NamedTuple):
     def put(self, tensors: Tensors) -> Tensors:
         """Put a tensor into each of the attributes, and return the tensors that were there before.
 
-        None stands for an attribute that is not there, for example because a parametrisation has removed it.
+        None stands for an attribute that is not there.
         """
         before = [holder.get(name) for holder, name, _ in self.places]
         for (holder, name, _), tensor in zip(self.places, tensors, strict=True):
@@ -62,29 +62,28 @@ class LowPrecision:
 
     Note [Casts in the places of parameters]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    During a forward, the module's attributes hold casts of its parameters. Each cast is a differentiable function of its
-    parameter. So gradients flow through the casts to the parameters, and have the parameters' own dtype. Reducer and optimizer
-    see only this dtype. Each forward lists the parameters again, because the script may have changed the module, or may have
-    called `torch.func.functional_call`.
+    During a forward, the module's attributes hold casts of its parameters. Gradients flow through the casts to the parameters,
+    and have the parameters' own dtype. Reducer and optimizer see only this dtype. Each forward lists the parameters again,
+    because the script may have changed the module.
 
     Backward also computes with the module, because a checkpoint runs a part of the forward again. So when backward reaches an
-    output of a forward, the attributes get the casts of this forward again, until this backward ends. A callback at the end of
-    backward removes the casts. If the backward fails, autograd drops this callback without calling it. So the casts are also
-    removed when the callback is dropped.
+    output of a forward, the attributes get the casts of this forward again. A callback at the end of backward removes the
+    casts. If the backward fails, autograd drops this callback without calling it. So the casts are also removed when the
+    callback is dropped.
 
     Note [Forwards that write into parameters]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    A forward may write to a parameter, for example in a momentum encoder, or in an embedding with `max_norm`. This write goes
-    to the cast. So after the forward, the changed elements of a cast are copied to its parameter. A copy of the other elements
-    would round them. A cast is compared with its parameter only if its version has changed, or if code has read `cast.data`:
-    writes to `cast.data` do not change the version.
+    A forward may write to a parameter, for example in an embedding with `max_norm`. This write goes to the cast. So after the
+    forward, the changed elements of a cast are copied to its parameter. A copy of the other elements would round them. A cast
+    is compared with its parameter only if its version has changed, or if code has read `cast.data`: writes to `cast.data` do
+    not change the version.
 
     Args:
         state: the state of the module to run. All floating point parameters are cast, except ignored parameters.
         dtype: the dtype of the computation. Floating point inputs are cast to this dtype.
 
     Raises:
-        MisuseError: this version of torch lacks private parts that this class needs. See `torch_internals`.
+        MisuseError: this version of torch lacks private parts that are necessary.
     """
 
     def __init__(self, state: ModuleState, dtype: torch.dtype) -> None:

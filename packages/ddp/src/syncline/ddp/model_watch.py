@@ -33,19 +33,18 @@ class ModelWatch:
     A walk over a model costs a microsecond for each of its submodules. So the watch walks over the model only after a sign of a
     change:
 
-    - torch reports when a parameter or a module is registered with a submodule. For example, an assignment to an attribute,
-      `load_state_dict(assign=True)`, a parametrisation, or an adapter does so. This sign costs nothing in a step.
+    - torch reports when a parameter or a module is registered with a submodule, for example by an assignment to an attribute,
+      or by an adapter. This sign costs nothing in a step.
     - `_apply` of the wrapper, which `ddp.double()` calls, may replace parameters. So the wrapper itself sets `has_sign`.
     - Each forward checks whether parameters were frozen or unfrozen. This costs 0.03 us for each parameter.
     - torch does not report layers that `insert` puts into a container, or layers that are taken out. So each forward checks the
       layers of the containers. This costs 0.3 us for each container, and 0.03 us for each layer.
     - Some changes give no sign, such as `ddp.module.double()` after a call of
-      `torch.__future__.set_overwrite_module_params_on_conversion(True)`. To find these changes, the watch checks all attributes
-      that hold parameters or modules, which costs 0.05 us for each attribute. This check comes after 0, 1, 2, 4, 8, 16 and 32
-      backwards that average gradients, and then after every 32 of these backwards (see `is_worth_a_look`). So all ranks make
-      this check in the same forward.
+      `torch.__future__.set_overwrite_module_params_on_conversion(True)`. So the watch checks all attributes that hold
+      parameters or modules, for 0.05 us each. This check comes after 0, 1, 2, 4, 8, 16 and 32 backwards that average gradients,
+      and then after every 32 of these backwards, on all ranks in the same forward.
 
-    If the whole module is frozen, there are no gradients to average. So the watch reports no change. If unused parameters are
+    If the whole module is frozen, there are no gradients to average, so the watch reports no change. If unused parameters are
     allowed, parameters that were frozen or taken out count as unused.
 
     Note [Tensors that stand in for parameters]
@@ -55,7 +54,6 @@ class ModelWatch:
     module's own parameters.
 
     Args:
-        state: lists the parameters and buffers of the watched module.
         owner: the wrapper, whose module may be replaced.
         allows_unused: whether a backward may leave out parameters. If True, freezing a parameter and taking out a layer do not
             count as changes.

@@ -29,8 +29,8 @@ class ReplicaHash:
     half, every lane is multiplied by an odd random 64-bit weight, and the products of a chunk are added up, modulo 2**64.
     Further multiplications combine the sums of the chunks.
 
-    Tensors that differ in one lane have different hashes. Tensors that differ in several lanes have the same hash with a
-    probability of at most 2**-64. The hash does not protect against an attacker.
+    Tensors that differ in several lanes have the same hash with a probability of at most 2**-64. The hash does not protect
+    against an attacker.
     """
 
     def __init__(self) -> None:

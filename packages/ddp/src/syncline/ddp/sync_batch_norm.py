@@ -38,7 +38,7 @@ class SyncBatchNorm(BatchNorm):
     """Batch normalisation with the mean and the variance of the whole batch of all ranks.
 
     In training, forward and backward are collectives. The ranks' batches may have different sizes, and may be empty. In
-    evaluation, and in a group of one rank, the layer is plain batch normalisation. The layer supports no second derivatives.
+    evaluation, and in a group of one rank, the layer is plain batch normalisation. There are no second derivatives.
 
     The layer communicates in a separate group with the same ranks. The first forward makes this group.
 
@@ -48,8 +48,8 @@ class SyncBatchNorm(BatchNorm):
         momentum: the weight of the newest batch in the running estimates. None: the estimates are averages over all batches.
         affine: whether the layer has a weight (and a bias).
         track_running_stats: whether the layer keeps running estimates for evaluation.
-        process_group: a group of Syncline or of torch.distributed. None: each forward uses the default group of Syncline or of
-            torch. If there is no default group, the layer is plain batch normalisation.
+        process_group: a group of Syncline or of torch.distributed. None: the default group at each forward. If there is no
+            default group, the layer is plain batch normalisation.
         device: the device of parameters and buffers.
         dtype: the dtype of parameters and buffers.
         bias: whether the layer has a bias. No effect if `affine` is False.
@@ -84,21 +84,17 @@ class SyncBatchNorm(BatchNorm):
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_group: ProcessGroup | dist.ProcessGroup | None = None
     ) -> torch.nn.Module:
-        """Replace each batch normalisation in a module, also torch's SyncBatchNorm, by `SyncBatchNorm`.
-
-        This is not a collective.
+        """Do what the function `convert_sync_batchnorm` does.
 
         Args:
-            module: the module. It is changed in place. The new layers take over parameters, buffers, hooks and other
-                attributes.
-            process_group: the group of the new layers; see the class. None: a layer that already has a group keeps its group.
+            module: the module, which is changed in place.
+            process_group: the group of the new layers. None: a layer that already has a group keeps its group.
 
         Returns:
             The module, or the new layer if the module itself is a batch normalisation.
 
         Raises:
-            MisuseError: a layer is not initialised yet (lazy), is parametrised, or has a class that overrides `forward`. Or
-                this rank is not in the group.
+            MisuseError: a layer cannot be converted, or this rank is not in the group.
         """
         NonMember.refuse(process_group)
         replaced: dict[torch.nn.Module, torch.nn.Module] = {}
@@ -209,10 +205,12 @@ class SyncBatchNorm(BatchNorm):
 def convert_sync_batchnorm(
     module: torch.nn.Module, process_group: ProcessGroup | dist.ProcessGroup | None = None
 ) -> torch.nn.Module:
-    """Replace each batch normalisation in a module, also torch's SyncBatchNorm, by `SyncBatchNorm`. This is not a collective.
+    """Replace each batch normalisation in a module, also torch's SyncBatchNorm, by `SyncBatchNorm`.
+
+    This is not a collective.
 
     Args:
-        module: the module. It is changed in place. The new layers take over parameters, buffers, hooks and other attributes.
+        module: the module, which is changed in place. The new layers take over parameters, buffers, hooks and other attributes.
         process_group: the group of the new layers. None: a layer that already has a group keeps its group, and all other layers
             use the default group.
 

@@ -221,8 +221,8 @@ class TorchState(ObjectState):
     Args:
         model: a module, or None.
         optimizer: an optimizer of torch, a `DistributedOptimizer`, or None.
-        kwargs: further objects, each with the name of its attribute. Objects other than modules, optimizers and
-            `ElasticSampler`s must support pickle.
+        kwargs: further objects, each with the name of its attribute. Objects without `state_dict` and `load_state_dict` must
+            support pickle.
     """
 
     def __init__(

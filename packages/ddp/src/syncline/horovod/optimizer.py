@@ -9,14 +9,13 @@ parameters::
     2. an agreement                         in `synchronize`: each rank says which gradients reduction 1 has left out
     3. one reduction of the rest            in `synchronize`, only if some rank has a rest
 
-Reduction 1 overlaps with the last backward, so the optimizer must know beforehand which backward is the last. It expects the
-largest number of backwards that any rank has run in an earlier step, but at least `backward_passes_per_step`. A rank that runs
-fewer backwards takes part in reduction 1 in `synchronize`. Reduction 1 leaves out gradients that come after the expected last
+Reduction 1 overlaps with the last backward. The optimizer cannot know which backward is the last, so it expects the largest
+number of backwards that any rank has run in an earlier step, but at least `backward_passes_per_step`. A rank that runs fewer
+backwards takes part in reduction 1 in `synchronize`. Reduction 1 leaves out gradients that come after the expected last
 backward, gradients that the script has set, and the first gradient of a parameter.
 
-An optimizer's first step has no reduction 1. In this step, the agreement tells all ranks which parameters have a gradient, and
-which gradients are sparse. Then each rank makes a reducer for these parameters. This reducer allows unused parameters; see
-`DynamicUsage`.
+The first step has no reduction 1. In this step, the agreement tells all ranks which parameters have a gradient, and which
+gradients are sparse. Then each rank makes a reducer for these parameters. This reducer allows unused parameters.
 
 A rank that has called `join` also takes part in 1, 2 and 3, and contributes zeros.
 """
@@ -103,17 +102,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             reduces the gradients over the ranks.
         op: `Average`, `Sum`, `Min`, `Max` or `Product` of gradients. With `Adasum`, each rank first steps with its own
             gradients. Then the ranks combine the changes of the parameters.
-        gradient_predivide_factor: only with `Average`. Divide gradients by this factor before the sum over the ranks, and by
+        gradient_predivide_factor: only with `Average`: divide gradients by this factor before the sum over the ranks, and by
             (number of ranks / factor) after the sum.
         num_groups: deprecated; the same as `groups`.
         groups: the number of buckets, or a list with one list of parameters for each bucket. None: buckets of
-            HOROVOD_FUSION_THRESHOLD bytes. If this environment variable is not set: 1 MiB for the first bucket, 25 MiB for all
-            others.
+            HOROVOD_FUSION_THRESHOLD bytes, or by default 1 MiB for the first bucket and 25 MiB for all others.
         sparse_as_dense: convert sparse gradients to dense gradients for the reduction, and back after the reduction.
         process_set: the ranks that combine gradients. On all other ranks, the optimizer steps with this rank's own gradients.
 
     Raises:
-        InvalidArgumentError: an argument is wrong. The text says what to pass instead.
+        InvalidArgumentError: an argument is wrong.
     """
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise InvalidArgumentError(f"gradient_predivide_factor splits an average, found op={op.name}; leave it out")
@@ -425,7 +423,6 @@ class _GradientCombining:
         self._late.difference_update(self._members)
 
     def _delivered(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The reducer calls this for each bucket."""
         self._combined.update(self._number_of[id(parameter)] for parameter in parameters)
 
     # ---- joined ranks ----
@@ -684,7 +681,7 @@ class _StepCombining:
         self.passes = passes
 
     def check_can_skip(self) -> None:
-        """Raise a MisuseError: `synchronize` does nothing here, so there is nothing to skip."""
+        """Raise a MisuseError, because `synchronize` does nothing here."""
         raise MisuseError(
             "skip_synchronize means nothing to op=hvd.Adasum, which combines what the steps changed; leave it out"
         )

@@ -76,11 +76,11 @@ def world() -> World:
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None, **options: Any) -> None:
     """Connect all ranks. Every rank calls this function. A second call does nothing.
 
-    If Syncline already has a default group (`syncline.collectives.init_process_group`), `init` uses this group unchanged.
-    Otherwise `init` makes a default group with `check_calls=True`: the ranks compare each call before it runs.
+    If Syncline already has a default group, `init` uses this group unchanged. Otherwise `init` makes a default group with
+    `check_calls=True`: the ranks compare each call before it runs.
 
     Args:
-        comm: a communicator of mpi4py. Only the ranks of this communicator call `init`. None: all ranks of the job call `init`.
+        comm: a communicator of mpi4py, whose ranks call `init`. None: all ranks of the job.
         process_sets: process sets to add now, the same on every rank. "dynamic" adds no set. `add_process_set` can add more
             sets later.
         options: further arguments of `init_process_group`, such as `init_method`.

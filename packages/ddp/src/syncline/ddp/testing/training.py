@@ -22,9 +22,8 @@ _RTOL, _ATOL = 1e-8, 1e-10
 def check_training(group: ProcessGroup, name: str, **options: Any) -> None:
     """Train one of `MODELS` for 20 steps, with four rows of data on each rank in each step, and check the result.
 
-    Every rank calls this function. All numbers are float64. Each rank starts with different weights, which the construction of
-    `DistributedDataParallel` must make equal. Rank 0 also trains the model alone on the rows of all ranks. Both results must be
-    equal except for rounding.
+    Every rank calls this function. All numbers are float64. Each rank starts with different weights, which the constructor of
+    `DistributedDataParallel` must make equal. Rank 0 also trains the model alone on the rows of all ranks.
 
     Args:
         group: the group that trains, with any number of ranks.
@@ -32,8 +31,8 @@ def check_training(group: ProcessGroup, name: str, **options: Any) -> None:
         options: further options for `DistributedDataParallel`.
 
     Raises:
-        AssertionError: on all ranks, if the trained replicas differ in any bit. Also on rank 0, if the replicas differ by more
-            than 1e-8 (relative) from the model that rank 0 has trained alone.
+        AssertionError: on all ranks, if the trained replicas differ in any bit. On rank 0, if they differ by more than 1e-8
+            (relative) from the model that rank 0 has trained alone.
     """
     model = MODELS[name]
     inputs, targets = _data(group.size)
