@@ -1,4 +1,4 @@
-"""Check and convert the arguments of DistributedDataParallel. Some values that torch accepts are errors here."""
+"""Check and convert the arguments of DistributedDataParallel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch normalisation over several ranks, as an autograd function with a forward and a backward."""
+"""Batch normalisation over several ranks, as an autograd function."""
 
 from __future__ import annotations
 

@@ -37,9 +37,6 @@ class BatchStatistics:
 def statistics_of(inputs: torch.Tensor) -> BatchStatistics:
     """Return the statistics of this rank's batch.
 
-    The mean in `working_dtype` is rounded. The mean of the differences from this rounded mean is the rounding error, which is
-    added in float64.
-
     Args:
         inputs: (batch, channels, ...); the batch may be empty. Sums of 16-bit values are computed in float32.
     """
@@ -48,6 +45,7 @@ def statistics_of(inputs: torch.Tensor) -> BatchStatistics:
     if count == 0:
         nothing = inputs.new_zeros(inputs.shape[1], dtype=torch.float64)
         return BatchStatistics(0, nothing, nothing)
+    # The first mean is rounded. The mean of the small differences from it is its rounding error, added in float64.
     values, dims = inputs.to(working_dtype(inputs)), reduced_dims(inputs)
     rounded = values.mean(dims, keepdim=True)
     rest = values - rounded
@@ -59,8 +57,8 @@ def statistics_of(inputs: torch.Tensor) -> BatchStatistics:
 def gather_statistics(own: BatchStatistics, group: ProcessGroup) -> BatchStatistics:
     """Return the statistics over the batches of all ranks, the same bits on every rank. This is a collective.
 
-    The ranks combine means and squared distances from the means. Sums of values and of squared values would lose digits if the
-    mean is large compared with the standard deviation (T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a
+    Sums of values and of squares would lose digits if the mean is large compared with the standard deviation. So the ranks
+    combine means and squared distances from the means (T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a
     pairwise algorithm for computing sample variances", 1982).
 
     Cost: an all-gather of 8 * (2 * channels + 1) bytes from each rank.

@@ -81,7 +81,8 @@ def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
 def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[frozenset[int]]) -> float:
     """Return the part of an all-reduce's processor time, from 0 to 1, that delays the model's computation.
 
-    The part is the number of cores that this rank and all ranks on its cores keep busy, divided by the number of their cores.
+    Consider this rank and all ranks that share a core with it. The part is the number of cores that these ranks keep busy,
+    divided by the number of cores on which they may run.
 
     Args:
         rank: this rank's position in the two lists.

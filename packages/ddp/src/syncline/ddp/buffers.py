@@ -66,10 +66,7 @@ class Buffers:
         self.hook: BufferHook | None = None
 
     def look_again(self) -> None:
-        """Call this method if the module may have new buffers.
-
-        As in torch, a buffer that only a forward fills does not count: it may be filled on some ranks only.
-        """
+        """Check again whether the module has buffers. A buffer that only a forward fills does not count, as in torch."""
         self._exist = bool(self._state.buffers())
         self._layers = self._state.normalization_layers()
 
@@ -108,14 +105,13 @@ class Buffers:
         return self._run(self.hook)
 
     def note_modes(self, outputs: object, reductions: int) -> None:
-        """Record which layers of batch normalisation were in training mode in the forward that has just ended, with gradients.
+        """Record which layers of batch normalisation were in training mode in the forward that has just ended.
 
-        In evaluation mode, backward reads the running statistics, so they must not change before backward. In training mode,
-        backward does not read them.
+        In evaluation mode, backward reads the running statistics, so they must not change before backward. Call this method
+        only after a forward with gradients. A forward is forgotten when the graph of its outputs is gone.
 
-        A forward is forgotten when the graph of its outputs is gone. Parts of the graph that belong to no output are not seen,
-        such as a loss that the module keeps as an attribute. When `reductions`, the number of reduced backwards, grows, only
-        forwards with a layer in evaluation mode stay remembered.
+        `reductions` is the number of reduced backwards so far. When it grows, only forwards with a layer in evaluation mode
+        stay remembered.
         """
         if reductions != self._reductions:
             self._reductions = reductions
@@ -138,7 +134,7 @@ class Buffers:
         return {**self.__dict__, "_open_forwards": [], "_modes_without_graph": {}}
 
     def after_forward(self) -> list[AnyFuture]:
-        """If the buffers are due, and a hook follows the forward, let the hook synchronise the buffers.
+        """If the buffers are due, and the hook follows the forward, let the hook synchronise the buffers.
 
         Return the hook's futures, for which the end of backward must wait.
         """
@@ -167,8 +163,7 @@ class Buffers:
     def _seen_by_autograd_if_changed(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
         """Hide writes from autograd, except a write that changes a value which a backward may read.
 
-        A write of equal values does no harm. A write to the statistics of batch normalisation does no harm if the forward ran
-        in training mode. If autograd saw all writes, a second forward could not run before the backward of the first forward.
+        If autograd saw all writes, a second forward could not run before the backward of the first forward.
         """
         noted = [forward.modes for forward in self._open_forwards if forward.is_open()] + [self._modes_without_graph]
         unread: set[int] = set()

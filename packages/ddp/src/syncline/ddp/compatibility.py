@@ -1,4 +1,4 @@
-"""Attributes and methods of torch's DDP that other libraries use. Syncline itself does not use them."""
+"""Attributes and methods of torch's DDP that other libraries use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _IS_IGNORED = "_ddp_ignored"
 def ignored_names(module: torch.nn.Module) -> frozenset[str]:
     """Return the names of the parameters and buffers that DDP must ignore.
 
-    The script sets these names with `_set_params_and_buffers_to_ignore_for_model` of Syncline's DDP or of torch's DDP.
+    `_set_params_and_buffers_to_ignore_for_model` of Syncline's DDP or of torch's DDP sets these names.
     """
     return frozenset(getattr(module, _NAMES_TO_IGNORE, ()))
 
@@ -130,7 +130,7 @@ class TorchNames:
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Whether buffers may differ between ranks. If True, the next forward synchronises buffers, unless this is disabled."""
+        """Whether buffers may differ between ranks, so that the next forward synchronises them (unless this is disabled)."""
         return self._buffer_sync.are_stale
 
     @require_forward_param_sync.setter
@@ -183,7 +183,7 @@ class TorchNames:
 
     @property
     def logger(self) -> LoggerNames:
-        """The object that returns logging data, with torch's names for its methods."""
+        """The logging data, with torch's names."""
         return LoggerNames(self)
 
     @property
@@ -232,7 +232,7 @@ class TorchNames:
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """Always False. Only torch's reducer lets the script itself finish a backward (torch 2.15)."""
+        """Always False. Only torch 2.15 lets the script itself finish a backward."""
         return False
 
     @require_manual_backward_finalization.setter

@@ -1,7 +1,4 @@
-"""A dedicated group is a second group with the same ranks as another group.
-
-Its collectives need no fixed position in the order of the other group's collectives.
-"""
+"""Make a second group with the same ranks, for collectives that have no fixed order relative to those of the first group."""
 
 from __future__ import annotations
 

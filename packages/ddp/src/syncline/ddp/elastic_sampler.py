@@ -1,4 +1,4 @@
-"""ElasticSampler divides each batch among the present ranks, and counts the applied batches of the epoch."""
+"""Divide each batch among the present ranks, and count the applied batches of the epoch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from syncline.collectives import InvalidArgumentError
 
 
 def batch_bounds(number: int, batches: int, samples: int) -> tuple[int, int]:
-    """Return the position of the first sample of batch `number`, and the position after the batch's last sample.
-
-    The sizes of the batches differ by at most one sample.
-    """
+    """Return the positions of the first sample of batch `number`, and of the first sample after this batch."""
     return number * samples // batches, (number + 1) * samples // batches
 
 
 def share_bounds(rank: int, ranks: int, begin: int, end: int) -> tuple[int, int]:
-    """Return the position of the first sample of a rank's share of a batch, and the position after the share's last sample.
+    """Return the positions of the first sample of a rank's share, and of the first sample after this share.
 
     The batch contains the samples from position `begin` to position `end` - 1.
     """
@@ -29,9 +26,9 @@ def share_bounds(rank: int, ranks: int, begin: int, end: int) -> tuple[int, int]
 class ElasticSampler(Sampler[list[int]]):
     """Yields the indices of this rank's share of each batch. Pass it to a `DataLoader` as `batch_sampler`.
 
-    A batch contains the samples of all ranks, so steps do not depend on the number of ranks. Each epoch uses every sample once,
-    in batches whose sizes differ by at most one sample. (With `drop_last` all batches have the same size, and the remaining
-    samples are left out.)
+    A batch contains the samples of all ranks, so the number of steps does not depend on the number of ranks. Each epoch uses
+    every sample once, in batches whose sizes differ by at most one sample. (With `drop_last` all batches have the same size,
+    and the remaining samples are left out.)
 
     A batch is applied when all ranks have called `optimizer.step()`. If a rank is lost before, the batch is divided again among
     the remaining ranks. `Elastic` calls `divide` when the ranks change, and `advance` after each applied batch.
@@ -65,7 +62,7 @@ class ElasticSampler(Sampler[list[int]]):
         return self._batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's share of each batch that is not yet applied in this epoch. A share is a list of indices."""
+        """Yield this rank's share of each batch that is not yet applied in this epoch, as a list of indices."""
         order = self._order()
         for number in range(self.applied, self._batches):
             begin, end = self._share(number)
@@ -85,8 +82,8 @@ class ElasticSampler(Sampler[list[int]]):
     def weight(self) -> float:
         """The weight of this rank's share of the present batch. Multiply the mean loss of the share by this weight.
 
-        With the weighted loss, the averaged gradient is the average over all samples of the batch, although the sizes of shares
-        may differ by one sample.
+        The sizes of shares may differ by one sample. With weighted losses, the averaged gradient is the average over all
+        samples.
         """
         begin, end = batch_bounds(self.applied, self._batches, self._samples)
         mine = self._share(self.applied)
@@ -99,7 +96,7 @@ class ElasticSampler(Sampler[list[int]]):
             self.applied = 0
 
     def divide(self, rank: int, ranks: int) -> None:
-        """Set this process's rank and the number of ranks, among which batches are divided from now on.
+        """Set this process's rank and the number of ranks. From now on, batches are divided among this number of ranks.
 
         Raises:
             InvalidArgumentError: a batch has fewer samples than there are ranks.
@@ -120,7 +117,7 @@ class ElasticSampler(Sampler[list[int]]):
         return {"epoch": self.epoch, "applied": self.applied}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at the batch that `state` names. `state` comes from another rank or from an earlier run."""
+        """Continue at the batch that `state` names."""
         self.epoch, self.applied = state["epoch"], state["applied"]
 
     def _share(self, number: int) -> tuple[int, int]:

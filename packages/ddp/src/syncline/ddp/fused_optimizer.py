@@ -1,4 +1,4 @@
-"""Run users' hooks and optimizers in backward, for each parameter as soon as its gradient is averaged."""
+"""Run users' hooks and optimizers in backward, as soon as a gradient is averaged."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from syncline.reducer import GradBucket
 
 
 def check_hook(hook: Callable[..., Any]) -> None:
-    """Check that a hook's type annotations allow a bucket as second argument and a future as result, as in torch.
+    """Check that a hook's type annotations allow a bucket as second argument and a future as result.
 
     Raises:
         InvalidTypeError: the hook is not callable.
-        InvalidArgumentError: the annotation of the second argument or of the result names another class.
+        InvalidArgumentError: an annotation names another class.
     """
     if not callable(hook):
         raise InvalidTypeError(

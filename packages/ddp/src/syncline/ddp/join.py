@@ -25,13 +25,10 @@ from syncline.collectives.internal import message_device
 
 
 class JoinHook:
-    """The communication of one `Joinable` on a rank without inputs, and at the end of the context `Join`.
-
-    The methods of this base class do nothing.
-    """
+    """The communication of one `Joinable` on a rank without inputs, and at the end of `Join`. The base class does nothing."""
 
     def main_hook(self, present: Sequence[int]) -> None:
-        """Take part in the collectives of one iteration of the ranks with inputs.
+        """Take part in the collectives that the ranks with inputs issue in one iteration.
 
         Every rank without inputs calls this method once for each of these iterations.
 
@@ -47,9 +44,8 @@ class JoinHook:
         """
 
     def leave(self) -> None:
-        """Undo the changes of the hook. `Join` calls this method when the context ends, also after an error.
-
-        This is not a collective.
+        """Undo the changes of the hook. `Join` calls this method at the end of the context, also after an error. Not a
+        collective.
         """
 
 
@@ -133,7 +129,7 @@ class Join:
     def notify_join_context(joinable: Joinable) -> tuple[int, ...] | None:
         """Tell the context that this rank has inputs. A joinable calls this method before it communicates in an iteration.
 
-        The call of the context's first joinable is a collective.
+        The call is a collective if `joinable` is the first joinable of the context.
 
         Returns:
             The ranks that have inputs, or None outside of a context.

@@ -1,4 +1,4 @@
-"""Compute the values of torch's `_get_ddp_logging_data` from the reducer's statistics."""
+"""Compute the logging data of torch's DDP from the reducer's statistics."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _DEFAULT_SAMPLE_RATE = 100
 
 
 class RuntimeSamples:
-    """The mean times of sampled iterations. As in torch, these are the first ten iterations, and then one in `sample_rate`."""
+    """The mean times of sampled iterations: as in torch, the first ten, and then one in `sample_rate`."""
 
     def __init__(self) -> None:
         self.sample_rate = _DEFAULT_SAMPLE_RATE

@@ -1,4 +1,4 @@
-"""LowPrecision runs a module with its parameters cast to another dtype; see `MixedPrecision.param_dtype`."""
+"""Run a module with its parameters cast to another dtype."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _entering = threading.Lock()  # two threads may run parts of one backward
 
 
 class _Found(NamedTuple):
-    """The parameters that a module has at the start of a forward and that need a cast."""
+    """The parameters of a module that need a cast in a forward."""
 
     parameters: list[torch.Tensor]
     places: list[tuple[dict[str, Any], str, int]]
@@ -42,10 +42,7 @@ class _Found(NamedTuple):
 
     @disable_dynamo
     def put(self, tensors: Tensors) -> Tensors:
-        """Put a tensor into each of the attributes, and return the tensors that were there before.
-
-        None stands for an attribute that is not there.
-        """
+        """Put a tensor into each of the attributes, and return the tensors that were there before. None: no attribute."""
         before = [holder.get(name) for holder, name, _ in self.places]
         for (holder, name, _), tensor in zip(self.places, tensors, strict=True):
             if tensor is None:
@@ -212,7 +209,7 @@ class LowPrecision:
 
 
 class _Cast(torch.nn.Parameter):
-    """A cast in the place of a parameter. It records whether code has read or set `data`, and so may have changed the cast."""
+    """A cast in the place of a parameter. It records whether code may have changed the cast through `data`."""
 
     was_data_asked_for = False
 
@@ -236,7 +233,7 @@ def _cast(parameter: torch.Tensor, dtype: torch.dtype) -> _Cast:
 
 @torch.no_grad()
 def _write_changes(parameter: torch.Tensor, cast: torch.Tensor) -> bool:
-    """Copy the elements of `cast` that the forward has changed to `parameter`. Return whether there are any."""
+    """Copy the elements of `cast` that the forward has changed to `parameter`. Return whether the forward has changed any."""
     written, unwritten = cast.detach(), parameter.detach().to(cast.dtype)
     if torch.equal(bytes_of(in_plain_order(written)), bytes_of(in_plain_order(unwritten))):
         return False

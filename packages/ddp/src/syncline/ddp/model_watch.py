@@ -127,7 +127,7 @@ class ModelWatch:
         return self.has_sign
 
     def _has_other_layers(self, container: torch.nn.Module, count: int) -> bool:
-        """Whether the container's layers have changed since `take_note_of_structure`, which found `count` layers."""
+        """Whether the container's layers differ from those at the last `take_note_of_structure` (`count` layers)."""
         layers = own_children(container)
         if len(layers) != count and not self._allows_unused:
             return True
@@ -186,10 +186,7 @@ class ModelWatch:
         return [(name, buffer) for name, buffer in self._state.buffers() if name in new]
 
     def note_registration(self, part: torch.nn.Module) -> None:
-        """Set `has_sign` if `part` belongs to the watched module.
-
-        A hook of torch calls this method when code registers a parameter or a module with `part`.
-        """
+        """Set `has_sign` if `part` belongs to the watched module. torch calls this for each registration with `part`."""
         if id(part) in self._parts:
             self.has_sign = True
 

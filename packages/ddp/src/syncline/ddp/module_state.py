@@ -1,4 +1,4 @@
-"""List and check a module's parameters and buffers, and give all ranks the values of one rank."""
+"""List and check a module's parameters and buffers, and copy them from one rank to all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ModuleState:
     def parameters(self) -> NamedParameters:
         """Return all shared parameters with their names, each parameter once, in the order of definition.
 
-        A parameter with several names is shared if at least one of these names is not ignored.
+        A parameter with several names is shared if one of these names is not ignored.
         """
         if not self._ignored:  # the usual case
             return list(self.module.named_parameters())

@@ -1,4 +1,4 @@
-"""ReplicaCheck compares the parameters of all ranks after every N steps."""
+"""Compare the parameters of all ranks after every N steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ReplicaHash:
         self._weights: dict[torch.device, torch.Tensor] = {}
 
     def __call__(self, tensors: Iterable[torch.Tensor]) -> list[bytes]:
-        """Return a hash of 16 bytes for each tensor. The call waits once for each GPU."""
+        """Return a hash of 16 bytes for each tensor. The call waits once for each GPU that holds a tensor."""
         halves = [self._halves(tensor.detach()) for tensor in tensors]
         by_device: dict[torch.device, list[int]] = {}
         for place, half in enumerate(halves):

@@ -16,14 +16,13 @@ class StepSnapshot:
     """A copy of the values that a step may change, made at the beginning of the step.
 
     The copy contains parameters, buffers, `requires_grad` of each parameter, `training` of each module, the random state of the
-    CPU, and the options of the optimizers' parameter groups. Parameters are copied, because a step may change them before
-    `optimizer.step()`, as a momentum encoder does. The states of optimizers change only in `optimizer.step()`, so they need no
-    copy.
+    CPU, and the options of the optimizers' parameter groups. The states of optimizers change only in `optimizer.step()`, so
+    they need no copy.
 
     Args:
         optimizers: the optimizers whose options are saved. Their parameters of other modules are saved, too.
         stateful: other objects that change with the steps, such as schedulers or a GradScaler.
-        accumulated: the parameters whose gradients are accumulated for a later `optimizer.step()`. These gradients are saved.
+        accumulated: parameters whose gradients are accumulated for a later `optimizer.step()`. These gradients are saved.
         earlier: the snapshot of the previous step. The new snapshot takes over its memory, so do not use it any more.
     """
 

@@ -45,8 +45,8 @@ def find_straggler(steps: Sequence[Sequence[float]]) -> Straggler:
     """Return the rank that was last in the most steps. Among ranks with the same number, the longest delay decides.
 
     Args:
-        steps: for each step and each rank, the time of the last gradient in seconds, from a moment that all ranks have in
-            common. At least one step and two ranks.
+        steps: for each step and each rank, the time of the last gradient in seconds. All ranks measure from the same moment. At
+            least one step and two ranks.
     """
     last = [max(range(len(times)), key=times.__getitem__) for times in steps]
     late = {
@@ -64,8 +64,8 @@ def _lateness(times: Sequence[float], rank: int) -> float:
 class StragglerWatch:
     """Lets rank 0 log the `Straggler` of the latest `every` steps, after every `every` steps. The logger is `syncline.ddp`.
 
-    All ranks measure from the same moment: the end of the previous step, when a reduction of all ranks has ended. So their
-    clocks need no comparison. The measured time includes reading data, forward and backward.
+    The time of a step includes reading data, forward and backward. All ranks measure from the same moment, the end of the
+    previous step, so their clocks need no comparison.
 
     Cost: for every `every` steps, an all-gather of 8 `every` bytes from each rank.
     """
@@ -79,7 +79,7 @@ class StragglerWatch:
     def note_step(self, seen: IterationStatistics) -> None:
         """Store the time of a step's last gradient. Call this method after each step's backward.
 
-        The first call stores no time. Every call that completes `every` times is a collective.
+        The first call stores no time. A call that stores the last of `every` times is a collective.
         """
         # No step ends before the first step, so the ranks have no common moment from which to measure.
         if self._common is not None:

@@ -182,7 +182,7 @@ class SyncBatchNorm(BatchNorm):
     # ---- copies ----
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """Copy all attributes except the group. The copy uses the group of the original."""
+        """Copy all attributes, except that the copy has the same group."""
         memo[id(self.process_group)] = self.process_group
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))

@@ -67,7 +67,7 @@ def check_low_precision(modules: Iterable[torch.nn.Module]) -> None:
     """Check that this torch can run modules with low-precision copies in place of their parameters.
 
     Raises:
-        MisuseError: this torch lacks a part that is necessary. The text names all missing parts.
+        MisuseError: this torch lacks a part. The text names all missing parts.
     """
     lacks = [
         name

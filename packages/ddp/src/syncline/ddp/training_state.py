@@ -1,4 +1,4 @@
-"""Collect and load the state that ranks exchange when a group changes: of the training, and of a communication hook."""
+"""The state of the training, and of a communication hook, that ranks exchange when a group changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Stateful(Protocol):
     """An object whose state can be saved and loaded, such as a learning rate scheduler or a GradScaler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state. The state can be pickled."""
+        """Return the whole state, for pickle."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Continue from a saved state."""
@@ -71,12 +71,11 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
 
 
 class TrainingState:
-    """The state that a joining rank gets from another rank: model, optimizers, sampler, CPU random state, other objects.
+    """The state that a joining rank gets from another rank.
 
-    The state also contains `requires_grad` of each parameter, `training` of each module, and gradients that are accumulated for
-    a later `optimizer.step()`.
-
-    Optimizers and `stateful` objects have the same order on all ranks.
+    This is the state of model, optimizers, sampler, CPU random numbers and `stateful` objects, `requires_grad` of each
+    parameter, `training` of each module, and gradients that are accumulated for a later `optimizer.step()`. Optimizers and
+    `stateful` objects have the same order on all ranks.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class TrainingState:
         }
 
     def collect(self, accumulated: Iterable[torch.nn.Parameter] = ()) -> dict[str, Any]:
-        """Return this rank's state. The state contains the tensors themselves, not copies.
+        """Return this rank's state: the tensors themselves, not copies.
 
         `accumulated` are the parameters whose gradients are accumulated for a later `optimizer.step()`.
         """
@@ -155,19 +154,17 @@ class TrainingState:
         return [each for name, each in self._model.module.named_parameters() if name in state["gradients"]]
 
     def _buffers(self) -> dict[str, torch.Tensor | None]:
-        """Return all buffers with their names, also buffers that are None."""
         parts = self._model.module.named_modules()
         return {f"{path}.{key}".lstrip("."): buffer for path, part in parts for key, buffer in part._buffers.items()}
 
     def _is_temporary(self, name: str) -> bool:
-        """Whether a buffer is not persistent, so that the module's `state_dict` leaves it out."""
         holder, key = self._holder(name)
         return key in holder._non_persistent_buffers_set
 
     def _make_buffers_like(self, buffers: dict[str, torch.Tensor | None], temporary: Collection[str]) -> None:
         """Give this rank's module the buffers that another rank's module has, but not yet their values.
 
-        A forward may have made, enlarged, replaced or deleted a buffer, or put one tensor into several buffers.
+        A forward may have made, enlarged, replaced or deleted buffers.
         """
         mine = self._buffers()
         for name in mine.keys() - buffers.keys():

@@ -1,8 +1,7 @@
 """Horovod's functions, built on Syncline. Write `import syncline.horovod as hvd` in place of `import horovod.torch as hvd`.
 
 Most scripts run unchanged. The page "Moving from Horovod" lists the differences. The main difference: Syncline ignores the
-names of tensors, so all ranks must issue their collectives in the same order. The group that `init` makes raises an error if
-the order differs between ranks.
+names of tensors, so all ranks must issue their collectives in the same order.
 """
 
 from syncline.ddp import SyncBatchNorm

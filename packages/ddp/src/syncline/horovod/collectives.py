@@ -3,10 +3,9 @@
 Every function has Horovod's arguments. The argument `name` has no effect. `root_rank` is a rank among all ranks, also in a
 process set. An asynchronous function returns a handle for `poll` and `synchronize`.
 
-Blocking functions that return a new tensor are differentiable. As in Horovod, some gradients are not the true derivatives. The
-gradients of `allgather` and `broadcast` are averages over the ranks; the true derivatives are sums. The gradient of
-`reducescatter` is the true derivative times the number of ranks. For true derivatives, use the functions of
-`syncline.collectives` that return tensors.
+Blocking functions that return a new tensor are differentiable. As in Horovod, the gradients of `allgather` and `broadcast` are
+averages over the ranks, although the true derivatives are sums. The gradient of `reducescatter` is the true derivative times
+the number of ranks. For true derivatives, use the functions of `syncline.collectives` that return tensors.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ class HalfCompressor(Compressor):
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor, as float16 if it is floating point, and its original dtype."""
+        """Return the tensor and its original dtype. A floating point tensor becomes float16."""
         return (tensor.to(torch.float16) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
@@ -171,7 +170,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Combine the tensors of all ranks like `allreduce`, but in place. Returns the tensor."""
+    """Combine the tensors of all ranks in place. Returns the tensor."""
     return grouped_allreduce_([tensor], average, name, op, prescale_factor, postscale_factor, process_set)[0]
 
 
@@ -198,7 +197,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Call `allreduce` for several tensors, which are sent together. Returns a list of new tensors."""
+    """Call `allreduce` for several tensors, which are sent together."""
     chosen, group = _chosen_op(op, average), process_set.group()
     _check("allreduce", tensors)
     compressed, contexts = _compressed(tensors, compression)
@@ -242,7 +241,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Combine several tensors like `grouped_allreduce`, but in place. Returns the tensors."""
+    """Call `allreduce_` for several tensors, which are sent together."""
     results: list[torch.Tensor] = grouped_allreduce_async_(
         tensors, average, name, op, prescale_factor, postscale_factor, process_set
     ).wait()
@@ -287,11 +286,10 @@ def sparse_allreduce_async(
     op: Op | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[], torch.Tensor]:
-    """Begin to average (or with `op=Sum` to sum) a sparse tensor over the ranks. The indices may differ between ranks.
+    """Begin to average a sparse tensor over the ranks, or with `op=Sum` to sum it. The indices may differ between ranks.
 
     Returns:
-        A function that waits for the collective and returns the new sparse tensor, coalesced. `synchronize` also accepts this
-        function.
+        A function that waits and returns the new sparse tensor, coalesced. `synchronize` also accepts this function.
     """
     chosen = _chosen_op(op, None)
     if chosen not in (Average, Sum):
@@ -369,7 +367,7 @@ def grouped_allgather(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Call `allgather` for several tensors, which are sent together. Returns a list with one result for each tensor."""
+    """Call `allgather` for several tensors, which are sent together."""
     _check("allgather", tensors)
     _announce_complete(process_set, "allgather")
     group = process_set.group()
@@ -562,7 +560,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Call `reducescatter` for several tensors, which are sent together. Returns a list with one result for each tensor."""
+    """Call `reducescatter` for several tensors, which are sent together."""
     reduction, group = _scattering(op), process_set.group()
     _check("reducescatter", tensors)
     _announce_complete(process_set, "reducescatter")
@@ -612,11 +610,11 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where the ot
     """Take part in the `allreduce`s and optimizer steps of the other ranks with zeros, until all ranks have called `join`.
 
     Call `join` on a rank that has no data left. While only some ranks have joined, the other ranks may only compute sums and
-    averages over all ranks. All other collectives over all ranks raise an error. Do not call a collective of a process set that
+    averages over all ranks; all other collectives over all ranks raise an error. Do not call a collective of a process set that
     contains a joined rank.
 
     Returns:
-        The rank that joined last. If several ranks joined last, this is one of these ranks, the same on every rank.
+        A rank that joined last, the same on every rank.
     """
     return world().calls.join()
 

@@ -6,9 +6,8 @@
     a rank is lost       shrink ──► restore the last commit ──► reset callbacks ──► sync ──► train(state)
     a process waits      commit raises HostsUpdatedInterrupt on all ──► admit ──► reset callbacks ──► sync ──► train(state)
 
-`sync`, `restore` and `commit` are methods of `State`. `shrink` and `admit` are methods of `ProcessGroup`. After a loss, the
-processes of the remaining ranks run on, in a new group. To add a rank, start the same script in a new process with
-SYNCLINE_JOIN=1.
+`sync`, `restore` and `commit` are methods of `State`. `shrink` and `admit` are methods of `ProcessGroup`. To add a rank, start
+the same script in a new process with SYNCLINE_JOIN=1.
 
 As in Horovod, steps after the last commit are lost. `syncline.ddp.Elastic` loses no step.
 """
@@ -48,13 +47,12 @@ class HostsUpdatedInterrupt(Exception):
 def run(func: Callable[..., T]) -> Callable[..., T]:
     """A decorator for a training function `func(state, ...)`. When a rank is lost or joins, all ranks call `func` again.
 
-    Before each call of `func`, all ranks get the state of rank 0. If rank 0 is a new process without the state, all ranks get
-    the state of the lowest rank that has it.
+    Before each call of `func`, all ranks get the state of the lowest rank that has the state of the training.
 
     Raises:
         RankLostError: only new processes are left, which do not have the state of the training yet.
         TransportError: a rank is lost, and the group cannot go on without this rank (`ProcessGroup.missing_for_shrink`). Or the
-            remaining ranks do not form a new group in time. Or this process is new, and the other ranks do not let it in.
+            remaining ranks do not form a new group in time. Or the other ranks do not let this new process in.
     """
 
     @functools.wraps(func)
@@ -127,8 +125,8 @@ class State:
     """The state of a training. Derived classes define how to save, restore and synchronise the state.
 
     Attributes:
-        root_rank: the rank whose state `sync` gives to all ranks: the lowest rank that has the state of the training. `run`
-            sets it before each `sync`.
+        root_rank: the rank whose state `sync` gives to all ranks. `run` sets `root_rank` to the lowest rank that has the state
+            of the training.
     """
 
     root_rank = 0
@@ -137,20 +135,17 @@ class State:
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Register functions that `on_reset` calls after each change of ranks, before the state is synchronised.
-
-        For example, a function may adapt the learning rate to the new number of ranks.
-        """
+        """Register functions that `on_reset` calls, for example to adapt the learning rate to the new number of ranks."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Call `reset`, then the callbacks. `run` calls this method after a change of ranks."""
+        """Call `reset`, then the callbacks. `run` calls this method after a change of ranks, before `sync`."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def commit(self) -> None:
-        """Save the state. If new processes wait to join, raise HostsUpdatedInterrupt. This is a collective.
+        """Call `save`, then `check_host_updates`. Every rank calls this method at the same point of the training.
 
         Raises:
             HostsUpdatedInterrupt: on all ranks, if a new process waits. `run` then lets this process in.
@@ -159,7 +154,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt if new processes wait to join. This is a collective."""
+        """Raise HostsUpdatedInterrupt on all ranks if new processes wait to join. This is a collective."""
         group = world().group
         # Whether the group can admit processes depends only on how it was made. So either all ranks return here, or all take
         # part in the broadcast below.
@@ -280,8 +275,8 @@ class ElasticSampler(Sampler[int]):
     """Gives each rank a share of the samples that are not used yet in the present epoch.
 
     After a change of ranks, the unused samples are divided again. Put the sampler into the `TorchState`. Call `record_batch`
-    after each batch, and `set_epoch` at the end of each epoch. Every rank gets the same number of samples, so some samples may
-    be used more than once.
+    after each batch, and `set_epoch` at the end of each epoch. All shares have the same size, so some samples may be used more
+    than once.
 
     Args:
         dataset: the data set. Its size must not change.
@@ -297,7 +292,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the epoch with number `epoch`. All samples are unused again."""
+        """Begin an epoch. All samples are unused again."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
@@ -310,12 +305,12 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue from a saved state, and divide the remaining samples among the present ranks."""
+        """Continue from a saved state, and divide the unused samples among the present ranks."""
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Divide the remaining samples among the present ranks."""
+        """Divide the unused samples among the present ranks."""
         self.rank, self.num_replicas = rank(), size()
         order = list(range(len(self.dataset)))
         if self.shuffle:

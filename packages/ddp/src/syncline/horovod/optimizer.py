@@ -176,7 +176,7 @@ class _Distributed:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """A context in which `step` does not call `synchronize`. Call `synchronize` before you enter the context."""
+        """A context in which `step` does not call `synchronize`, because the script has called it."""
         self._combining.check_can_skip()
         self._should_synchronize = False
         try:
@@ -224,10 +224,7 @@ class _Distributed:
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]  # the optimizer's
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Call the optimizer's `add_param_group`. From the next step on, combine the gradients of these parameters, too.
-
-        Every rank must add the same parameters.
-        """
+        """Call the optimizer's `add_param_group`. Every rank must add the same parameters."""
         super().add_param_group(param_group)  # type: ignore[misc]  # the optimizer's
         index = len(self.param_groups) - 1  # type: ignore[attr-defined]  # the optimizer's
         added = self.param_groups[index]["params"]  # type: ignore[attr-defined]  # the optimizer's
@@ -303,7 +300,7 @@ class _GradientCombining:
         _made.append(weakref.ref(self))
 
     def enter_world(self) -> None:
-        """Use the ranks of the present `world()`. After `shutdown` there is no world, so only drop the reducer."""
+        """Use the ranks of the present `world()`, if there is one."""
         before, self._world = self._world, world() if is_initialized() else None
         # Drop the gradients, which may be in the memory of a broken group. `elastic` goes back to an earlier step anyway.
         if self._reducer is not None and before is not None and self._world is not None:
@@ -677,7 +674,6 @@ class _StepCombining:
         self._parameters += [parameter for _, parameter in named]
 
     def set_passes(self, passes: int) -> None:
-        """Store the number, which has no effect here."""
         self.passes = passes
 
     def check_can_skip(self) -> None:

@@ -21,8 +21,7 @@ def broadcast_parameters(
 ) -> None:
     """Copy the root's tensors into the tensors of every rank.
 
-    The tensors are sent in buffers of up to 250 MiB. (A larger tensor has a buffer of its own.) At most two buffers are in use
-    at a time.
+    The tensors are sent in buffers of up to 250 MiB, at most two at a time. (A larger tensor has a buffer of its own.)
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()`, or tensors. Names and shapes are the same on every rank.

@@ -32,7 +32,7 @@ HorovodInternalError = TransportError
 
 
 class World:
-    """The group of all ranks, and the objects that belong to this group. `elastic` makes a new world after a change of ranks.
+    """The group of all ranks, and the objects that belong to this group.
 
     Attributes:
         placement: the node on which each rank runs.
@@ -110,9 +110,9 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 
 def shutdown() -> None:
-    """Finish all collectives, and close the group if `init` made it. Every rank calls this function.
+    """Close the group if `init` made it, and remove all process sets. Every rank calls this function.
 
-    This also removes all process sets. If `init` was not called, this function does nothing.
+    Without `init`, this function does nothing.
     """
     old = _world
     if old is None:
@@ -129,7 +129,7 @@ def shutdown() -> None:
 def replace_world(group: ProcessGroup) -> None:
     """From now on, use the ranks of another group. Every rank of the new group calls this function.
 
-    This removes all process sets, because the ranks have other numbers in the new group.
+    All process sets are removed, because the ranks have other numbers in the new group.
     """
     old = world()
     for process_set in old.process_sets:
@@ -201,8 +201,7 @@ class ProcessSet:
         ranks_or_comm: a list of ranks, each once; or a communicator of mpi4py, whose ranks form the set.
 
     Attributes:
-        process_set_id: 0 for the set of all ranks, another number for an added set. None before the set is added, and after it
-            is removed.
+        process_set_id: 0 for the set of all ranks. None before the set is added, and after it is removed.
         ranks: the ranks, in ascending order.
     """
 
@@ -265,10 +264,7 @@ _next_id = 1
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Make a group of a process set's ranks. Every rank calls this function, also ranks outside of the set.
-
-    Returns:
-        The set, which is now ready for collectives.
+    """Make a group of a process set's ranks, and return the set. Every rank calls this function, also ranks outside of the set.
 
     Raises:
         InvalidArgumentError: a set with the same ranks already exists, or a rank does not exist.
@@ -324,7 +320,7 @@ def gloo_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether several threads may call MPI. True if the ranks use MPI: Syncline requires MPI_THREAD_MULTIPLE."""
+    """Whether the ranks use MPI. Then several threads may call MPI: Syncline requires MPI_THREAD_MULTIPLE."""
     return mpi_enabled()
 
 

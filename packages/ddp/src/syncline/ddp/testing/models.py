@@ -1,4 +1,4 @@
-"""Ten small models with structures that data-parallel training must support. Their inputs have shape (rows, 12) and float64."""
+"""Ten small models that data-parallel training must support. Their inputs have shape (rows, 12) and float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train a model on all ranks, train it in one process with the whole batch, and compare the results."""
+"""Train a model on all ranks and in one process, and compare the results."""
 
 from __future__ import annotations
 
