@@ -44,9 +44,7 @@ class JoinHook:
         """
 
     def leave(self) -> None:
-        """Undo the changes of the hook. `Join` calls this method at the end of the context, also after an error. Not a
-        collective.
-        """
+        """Undo the changes of the hook. `Join` calls this method at the end of the context, also after an error."""
 
 
 class Joinable(ABC):
