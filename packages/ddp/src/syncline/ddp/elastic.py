@@ -71,24 +71,15 @@ class Elastic:
     After a recovery, `model.join_process_group` is the new group. If the old group was the default group, the new group becomes
     the default group.
 
-    **Gradient accumulation.** Several `with elastic.step():` blocks may accumulate gradients for one `optimizer.step()`, if
-    each block averages its gradients. If a block has backwards within `model.no_sync()`, it must also have the backward that
-    averages their sum.
+    Register a communication hook before you make `Elastic`. If the hook's state holds a group, register the hook again after a
+    recovery. Add layers outside of `with elastic.step():`. A repeated step keeps layers that its body has added.
 
-    **Communication hooks.** Register a hook before you make `Elastic`. If the hook's state holds a group, register the hook
-    again after a recovery. If the hook's state has `state_dict` and `load_state_dict` (as in `syncline.hooks`), a recovery
-    copies the state of one rank to all ranks. Each rank keeps its own error feedback, and a newcomer begins with zero. If a
-    step is repeated, the hook's state counts this step twice.
+    A *newcomer* is a process that you start later, with the same script and with SYNCLINE_JOIN=1. In a newcomer, the
+    constructor of `Elastic` waits until the other ranks let the newcomer in. Then the newcomer has the state of the training,
+    and continues at the step of the other ranks. The newcomer must have the same hook, the same parameters (also of added
+    layers), and the same types of optimizers and of objects in `stateful`.
 
-    **Changes of the model.** Add layers outside of `with elastic.step():`. If a step is repeated, layers that its body has
-    added are not removed. A newcomer's script must make the model with all layers that the other ranks have added.
-
-    **Newcomers.** A newcomer is a process that you start later, with the same script and with SYNCLINE_JOIN=1. Its constructor
-    of `Elastic` waits until the other ranks let it in. The newcomer gets the state of the training: parameters, buffers,
-    optimizers, sampler, the CPU's random state, objects in `stateful`, accumulated gradients, and the hook's state. Then it
-    continues at the step of the other ranks, and must issue the same collectives. So the script must loop over `epochs`, which
-    begins at the present epoch. If the newcomer's hook, parameters, or types of optimizers or of objects in `stateful` differ,
-    the newcomer raises an error, and the other ranks go on without it.
+    The page "Survive failures" describes gradient accumulation, hooks, and newcomers.
 
     Args:
         model: the model, on a group that can shrink.
@@ -117,8 +108,8 @@ class Elastic:
         BackendUnavailableError: the model's group cannot shrink, or the model is not on the CPU.
         InvalidArgumentError: a numeric argument is out of range. Or a batch has fewer samples than there are ranks. Or an
             object in `stateful` lacks `state_dict` or `load_state_dict`.
-        MisuseError: an optimizer steps within backward. Or this process is a newcomer that differs from the other ranks. Or an
-            optimizer of this newcomer has parameters that are not in the model.
+        MisuseError: an optimizer steps within backward. Or this newcomer differs from the other ranks, or has an optimizer of
+            parameters that are not in the model.
     """
 
     # Note [Applied on all or on none]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two ranks: seconds until the first byte arrives, and bytes per second."""
+    """A link between two ranks: the latency in seconds, and the bandwidth in bytes per second."""
 
     latency_s: float
     bandwidth: float

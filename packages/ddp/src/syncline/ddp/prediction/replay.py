@@ -71,12 +71,12 @@ def replay(workload: Workload, reduce_s: Callable[[ReadyBucket], float]) -> Pred
 
 
 def spread(shapes: Sequence[tuple[int, ...]], nbytes: Sequence[float], since_s: float, until_s: float) -> tuple[Gradient, ...]:
-    """Return a bucket's gradients with estimated times: a constant number of bytes per second.
+    """Return a bucket's gradients with estimated times, at a constant number of bytes per second.
 
     Args:
         shapes: the gradients' shapes, in the order in which the gradients come.
         nbytes: the gradients' sizes in bytes, in the order of `shapes`.
-        since_s: the start of the first gradient's computation, in seconds from the start of the step.
+        since_s: the earliest time of the first gradient, in seconds from the start of the step.
         until_s: the time of the last gradient, in seconds from the start of the step.
     """
     total, before, found = sum(nbytes), 0.0, []

@@ -15,8 +15,8 @@ class CallLog:
     """Records this rank's collectives, sends and receives, from construction until `stop`.
 
     Args:
-        group: a group of this rank. If ranks are threads, this tells apart the calls of other ranks.
-        reducer: the reducer whose all-reduces of buckets are left out. All other calls of a communication hook are recorded.
+        group: a group of this rank. If ranks are threads, the log leaves out the calls of other ranks.
+        reducer: the log leaves out this reducer's all-reduces of buckets, but not other calls of a communication hook.
     """
 
     def __init__(self, group: ProcessGroup, reducer: Reducer) -> None:

@@ -16,7 +16,7 @@ class OptimizerSteps:
     """Records when optimizers step, from construction until `stop`.
 
     Args:
-        parameters: the parameters of a model. An optimizer is recorded if its first parameter is one of these.
+        parameters: the parameters of a model. An optimizer is recorded if its first parameter is among them.
     """
 
     def __init__(self, parameters: Collection[torch.Tensor]) -> None:

@@ -30,7 +30,7 @@ class Header:
         rank, size: the rank in the group whose ranks average their gradients, and the size of this group.
         group: a description of the group, such as "mpi: MPICH 4.3.0".
         epoch_s: `time.time()` minus `time.perf_counter()` on this rank, in seconds.
-        run: the name of the run, the same on all ranks, and different from the names of all other runs.
+        run: the name of the run. All ranks have the same name; each run has another name.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class Part:
 
     Attributes:
         clocks: the offsets to rank 0's clock, in the order of measurement.
-        layouts: the layouts of buckets: one for each time when the reducer has built buckets.
+        layouts: the layouts of buckets. Each time the reducer builds buckets, there is a new layout.
         steps: the steps, in their order.
         is_complete: whether the file ends with the last line of a complete trace.
     """

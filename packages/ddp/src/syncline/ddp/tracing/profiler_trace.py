@@ -18,8 +18,7 @@ _BEHIND = 1_000_000
 def add_profiler_trace(trace: dict[str, Any], timeline: Timeline, rank: int, profile: Any, path: Path) -> None:
     """Add a rank's profile to a trace, in place.
 
-    The profiler uses the host's wall clock. If this clock is adjusted while the job runs, the profile is shifted by the same
-    amount.
+    The profiler uses the host's wall clock. If this clock is adjusted while the job runs, the profile is shifted.
 
     Args:
         trace: the result of `chrome_trace(timeline)`.
