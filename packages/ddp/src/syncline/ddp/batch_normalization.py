@@ -34,7 +34,7 @@ class BatchNormalization(torch.autograd.Function):
         eps: float,
         group: ProcessGroup,
     ) -> torch.Tensor:
-        """Normalise this rank's part of the batch. The result has the dtype and the memory format of `inputs`."""
+        """Normalise this rank's part of the batch. The dtype and the memory format stay."""
         dtype = working_dtype(inputs)
         mean, variance = statistics.mean.to(dtype), statistics.variance.to(dtype)
         ctx.save_for_backward(inputs, weight, mean, (variance + eps).rsqrt())

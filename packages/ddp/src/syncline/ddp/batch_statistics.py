@@ -1,4 +1,4 @@
-"""Compute the mean and variance of each channel, over one rank's batch or over the batches of all ranks."""
+"""The mean and variance of each channel, over one rank's batch or over the batches of all ranks."""
 
 from __future__ import annotations
 

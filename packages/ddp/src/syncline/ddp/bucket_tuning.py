@@ -24,7 +24,7 @@ _CANDIDATES = (
     *((cap, cap) for cap in CAPS_BYTES if cap > MIB),
 )
 _WORTH = 1.05
-"""Keep the default sizes, unless other sizes make a step faster by this factor. Predictions of less are too inexact."""
+"""Other sizes must make a step faster by this factor. Predictions of less are too inexact."""
 
 _SETTLING_STEPS, _MEASURED_STEPS, _TRIALS = 2, 6, 3
 _MEASURED_BUCKETS = 32
@@ -95,7 +95,7 @@ def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[froze
 
 
 def measuring_caps(total_bytes: int) -> list[int]:
-    """Return the bucket sizes in bytes for the measured steps. Small buckets show more exactly when each gradient comes."""
+    """Return the bucket sizes in bytes for the measured steps: small, to measure exactly when gradients come."""
     return [max(MIB, total_bytes // _MEASURED_BUCKETS)]
 
 
@@ -167,7 +167,7 @@ class BucketTuning:
         self.caps_bytes: list[int] | None = None
 
     def note_step(self, seen: IterationStatistics) -> None:
-        """Record the times of a step. Call this method after the step's backward. The call for step 9 is a collective."""
+        """Record the times of a step after its backward. The call for step 9 is a collective."""
         # Before the rebuild the buckets have another order, so their times mean nothing.
         if self._is_over or not self._reducer.has_rebuilt_buckets:
             return
@@ -183,7 +183,7 @@ class BucketTuning:
                 self._decide()
 
     def give_up(self, why: str) -> None:
-        """Stop measuring, and leave the buckets unchanged. All ranks call this method after the same step."""
+        """Leave the buckets unchanged. All ranks call this method after the same step."""
         if not self._is_over and self._group.rank == 0:
             logger.info('bucket_cap_mb="auto": the buckets stay as they are, because %s', why)
         self._is_over = True
@@ -231,7 +231,7 @@ class BucketTuning:
         return float(share)
 
     def _measure_costs(self, share: float) -> ReductionCosts:
-        """A collective. Measure all-reduces of several sizes. `share` comes from `_share_of_cores`."""
+        """A collective. Measure all-reduces of several sizes."""
         total = sum(bucket.nbytes for bucket in self._reducer.buckets)
         sizes = [_SMALLEST_BYTES]
         while sizes[-1] < total:

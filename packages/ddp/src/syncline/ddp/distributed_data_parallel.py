@@ -756,7 +756,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         stragglers_every: int | None,
         check_every: int | None,
     ) -> None:
-        """A collective. Check that all ranks have the same options, because these decide which collectives are issued."""
+        """A collective. Check that all ranks have the same options."""
         sparse = self._state.sparse_parameters()
         options = {
             "bucket_cap_mb, bucket_cap_mb_list (in bytes)": "auto" if self._tunes_buckets else self._bucket_caps_bytes,
@@ -792,7 +792,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     # ---- copies ----
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that a copy keeps. As in torch, a copy keeps no hooks."""
+        """Return the attributes that a copy keeps. As in torch, a copy has no hooks."""
         if not self._is_default_group:
             raise MisuseError(
                 f"a DistributedDataParallel on {self._group.place()} cannot be copied or pickled: only the default "

@@ -206,7 +206,7 @@ class Elastic:
         self._handles = [each.register_step_pre_hook(self._before_optimizer) for each in self._optimizers]
 
     def epochs(self, number: int) -> Iterator[int]:
-        """Yield the epochs from the present epoch to `number` - 1, and call the sampler's `set_epoch` for each epoch."""
+        """Yield the epochs from the present one to `number` - 1, and call the sampler's `set_epoch` for each."""
         for epoch in range(self._sampler.epoch, number):
             self._sampler.set_epoch(epoch)
             yield epoch
@@ -301,7 +301,7 @@ class Elastic:
             ) from error
 
     def close(self) -> None:
-        """Remove the hooks from the optimizers, which then step without an agreement of the ranks."""
+        """Remove the hooks from the optimizers. Then they step without an agreement."""
         for handle in self._handles:
             handle.remove()
 
@@ -470,7 +470,7 @@ class Elastic:
             self._snapshot.restore()
 
     def _divide_or_end(self) -> None:
-        """Divide the samples anew, or end the training. All remaining ranks take the same decision."""
+        """Divide the samples anew, or end the training, on all remaining ranks alike."""
         group = self._group
         self.lost_ranks = sorted(self._members - set(group.members))
         if group.size < self._min_ranks:
@@ -564,7 +564,7 @@ class Elastic:
         )
 
     def _share_state(self, root: int) -> None:
-        """A collective. Give newcomers the state of `root`. Other ranks keep theirs: some may still have to apply the step."""
+        """A collective. Give newcomers the state of `root`. Other ranks keep theirs."""
         mine = (
             (self._state.collect(self._accumulated), self._agreements, self.applied_steps) if self._group.rank == root else None
         )

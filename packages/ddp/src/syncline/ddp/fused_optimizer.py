@@ -33,7 +33,7 @@ class AverageHooks:
         return handle
 
     def __call__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Call the hooks for these parameters, then step the parameters. The reducer calls this with averaged gradients."""
+        """Call the hooks for these parameters, then step them. Their gradients must be averaged."""
         if self._hooks:
             for parameter in parameters:
                 for hook in tuple(self._hooks.values()):
@@ -81,7 +81,7 @@ class FusedOptimizer:
                 self._drops_gradient.add(parameter)
 
     def step(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Step the parameters that have an optimizer here. Call this method after their gradients are averaged."""
+        """Step the parameters that have an optimizer here. Their gradients must be averaged."""
         if not self.optimizers:  # the usual case; looking up each parameter would take as long as copying its gradient
             return
         for parameter in parameters:

@@ -50,7 +50,7 @@ class RuntimeSamples:
         self._samples: list[tuple[float, float, float, float]] = []
 
     def forward_begins(self, before: IterationStatistics) -> None:
-        """Call this method when a forward begins. If the previous iteration is sampled, record its times from `before`."""
+        """Count a forward. If the previous iteration is sampled, record its times from `before`."""
         iteration = self._forwards
         self._forwards += 1
         if iteration > 0 and (iteration <= _ALWAYS_SAMPLED or iteration % self.sample_rate == 0):
@@ -88,7 +88,7 @@ def name_of_hook(hook: Callable[..., Any]) -> str:
 
 
 def describe_environment() -> LoggingData:
-    """Return the environment variables that torch reads. A variable that is not set has the value "N/A"."""
+    """Return the environment variables that torch reads, or "N/A" for each that is not set."""
     return {name.lower(): os.environ.get(name, "N/A") for name in _ENVIRONMENT}
 
 
@@ -119,7 +119,7 @@ def _name_of_dtype(dtype: torch.dtype) -> str:
 
 
 def describe_buckets(reducer: Reducer) -> LoggingData:
-    """Return values about the first buckets, the present buckets, unused parameters, and the order of gradients."""
+    """Return sizes of buckets, unused parameters, and the order of gradients."""
     now = ", ".join(str(bucket.nbytes) for bucket in reducer.buckets)
     data: LoggingData = {
         "bucket_sizes": ", ".join(map(str, reducer.first_bucket_sizes)),

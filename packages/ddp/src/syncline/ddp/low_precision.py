@@ -209,7 +209,7 @@ class LowPrecision:
 
 
 class _Cast(torch.nn.Parameter):
-    """A cast in the place of a parameter. It records whether code may have changed the cast through `data`."""
+    """A cast in the place of a parameter. It records whether code has used `data`, which may change the cast."""
 
     was_data_asked_for = False
 

@@ -166,7 +166,7 @@ class ModelWatch:
         return self.needs_gradients()
 
     def needs_gradients(self) -> bool:
-        """Whether a parameter requires a gradient. May ignore parameters that are new since the last `take_note`."""
+        """Whether a parameter requires a gradient. May ignore parameters that are new."""
         # If unused parameters are allowed, taking a layer out is no change, so `_averaged` may hold its parameters.
         return self._state.needs_gradients() if self._allows_unused else any(map(_requires_grad_of, self._averaged))
 

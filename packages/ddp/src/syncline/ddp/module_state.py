@@ -130,12 +130,12 @@ def broadcast_tensors(named: Sequence[tuple[str, torch.Tensor]], group: ProcessG
 
 
 def writable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return detached views of the tensors, in which each element occurs only once. Code can write to these views."""
+    """Return detached views of the tensors, in which each element occurs once, so that code can write."""
     return [tensor.detach() if 0 not in tensor.stride() else tensor.detach()[first_of_each(tensor)] for tensor in tensors]
 
 
 def put_buffer(holder: torch.nn.Module, name: str, tensor: torch.Tensor | None, *, persistent: bool) -> None:
-    """Make a tensor, or None, the buffer of this name. `persistent` has no effect on a buffer that exists already."""
+    """Make a tensor, or None, the buffer of this name. An existing buffer keeps its persistence."""
     if name in holder._buffers:
         setattr(holder, name, tensor)
         return
@@ -145,7 +145,7 @@ def put_buffer(holder: torch.nn.Module, name: str, tensor: torch.Tensor | None, 
 
 
 def first_of_each(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Return an index for an expanded tensor, so that the view `tensor[index]` contains each element only once."""
+    """Return an index that leaves each element of an expanded tensor only once."""
     return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
 
 

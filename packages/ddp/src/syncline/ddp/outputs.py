@@ -15,12 +15,12 @@ PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device,
 
 @disable_dynamo
 def tensors_in(outputs: object) -> list[torch.Tensor]:
-    """Return all tensors in nested lists, tuples, sets, mappings and dataclasses, and in the attributes of these objects."""
+    """Return all tensors in nested lists, tuples, sets, mappings and dataclasses, and in their attributes."""
     return [value for value in leaves(outputs) if isinstance(value, torch.Tensor)]
 
 
 def leaves(outputs: object) -> Iterator[object]:
-    """Yield every object that is no container, once. An object that is neither a tensor nor `PLAIN` is not searched."""
+    """Yield every object that is no container, once. Objects of unknown types are not searched."""
     seen: dict[int, object] = {}  # holds the objects, because a new object may get the id of a freed object
     waiting = [outputs]
     while waiting:

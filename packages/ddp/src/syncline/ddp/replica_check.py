@@ -78,7 +78,7 @@ def _lanes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ReplicaCheck:
-    """Compares the ranks' parameters every `every` steps. A step is a backward whose gradients are averaged.
+    """Compares the ranks' parameters every `every` steps.
 
     Cost: each check hashes all parameters, and all-reduces 16 bytes. If ranks differ, they also gather 16 bytes for each
     parameter.

@@ -105,7 +105,7 @@ def _copied(parameter: torch.nn.Parameter, memory: torch.Tensor | None) -> torch
 
 @dataclass(frozen=True)
 class _Buffer:
-    """A buffer of a module, and a copy of its values. Both are None if no forward has filled the buffer yet."""
+    """A buffer of a module, and a copy of its values. Both are None if the buffer is empty."""
 
     name: str
     is_persistent: bool

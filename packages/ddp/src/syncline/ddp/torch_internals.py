@@ -133,7 +133,7 @@ def moved_to(device: torch.device, inputs: tuple[Any, ...], kwargs: dict[str, An
 
 
 def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-    """Return a context in which autograd does not see changes of these tensors. Saved tensors stay valid."""
+    """Return a context in which autograd does not see changes of these tensors."""
     if _preserve is None:
         return nullcontext()
     if _PRESERVES_SEVERAL:
@@ -146,7 +146,7 @@ def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the module's own dict of its parameters by name, without those of submodules. Code may write to it."""
+    """Return the module's own dict of its parameters, without those of submodules. Code may write to it."""
     return getattr(module, "_parameters", {})
 
 
@@ -167,12 +167,12 @@ def given_to_functional_call() -> set[int]:
 
 
 def refresh_flat_weights(layer: torch.nn.RNNBase) -> None:
-    """Set a recurrent layer's own list of parameters to the parameters that are its attributes now."""
+    """Update a recurrent layer's own list of parameters."""
     layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
 
 
 def was_written(tensor: torch.Tensor) -> bool:
-    """Whether code may have written to a tensor since its creation. The tensor must not be an inference tensor."""
+    """Whether code may have written to a tensor since its creation. Not for inference tensors."""
     return getattr(tensor, "_version", 1) != 0
 
 

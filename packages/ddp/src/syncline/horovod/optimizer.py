@@ -59,7 +59,7 @@ _NEVER = 255
 
 
 class _Rest(IntEnum):
-    """Whether and how a rank's gradient of a parameter must still be reduced. The ranks agree on the largest value."""
+    """Whether and how a gradient must still be reduced. The ranks agree on the largest value."""
 
     NOTHING = 0
     DENSE = 1
@@ -170,7 +170,7 @@ class _Distributed:
     _should_synchronize = True
 
     def synchronize(self) -> None:
-        """Combine the gradients in place, and wait for the result. A collective: every rank calls this method or `step`."""
+        """Combine the gradients in place. A collective: every rank calls this method or `step`."""
         self._combining.synchronize()
         self._combining.is_synchronized = True
 
@@ -581,7 +581,7 @@ class _Backward:
 
 
 class _Gone:
-    """Takes the step numbers of a deleted optimizer, so that later optimizers have the same numbers on all ranks."""
+    """Takes the step numbers of a deleted optimizer, so that the numbers stay the same on all ranks."""
 
     def shadow_reduction(self) -> None:
         """Never called, because nothing holds this object."""

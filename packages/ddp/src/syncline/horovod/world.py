@@ -320,7 +320,7 @@ def gloo_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether the ranks use MPI. Then several threads may call MPI: Syncline requires MPI_THREAD_MULTIPLE."""
+    """Whether several threads may call MPI. True if the ranks use MPI."""
     return mpi_enabled()
 
 

@@ -89,7 +89,7 @@ def _predict(workload: Workload, model: CostModel, ranks: int, compression: Comp
 
 
 def advice(found: Forecast) -> str:
-    """Return advice in one sentence: the efficiency of the traced buckets, and the choices that are clearly faster."""
+    """Return one sentence: the efficiency of the traced buckets, and the choices that are clearly faster."""
     most = max(found.steps)
     said = [f"at {most} ranks the traced buckets keep {100 * found.efficiency(most, AS_TRACED):.0f} % of a rank's speed"]
     before = _WORTH

@@ -15,7 +15,7 @@ from syncline.collectives import InvalidArgumentError
 from .cost_model import Link, messages, volume
 
 LEAST_BYTES = 16 << 10
-"""The fit leaves out smaller tensors: libraries reduce them in other ways, and buckets are seldom so small."""
+"""The fit leaves out smaller tensors, which libraries reduce in other ways."""
 
 _BASELINES = ("floor", "raw-mpi", "torch-gloo")
 _WORDS = re.compile(r"\s*latency_us\s*=\s*([\d.eE+-]+)\s*,\s*bandwidth_gbps\s*=\s*([\d.eE+-]+)\s*")

@@ -13,7 +13,7 @@ from .forecast import MIB, Choice, Forecast, advice
 
 
 def write(found: Forecast, path: Path) -> None:
-    """Write a page with plots of the efficiency by the number of ranks, and of the duration of a step by the bucket size."""
+    """Write a page with plots of the efficiency, and of the duration of a step."""
     page = _page(found)
     try:
         path.write_text(page, encoding="utf-8")

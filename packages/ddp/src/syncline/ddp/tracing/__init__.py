@@ -1,4 +1,4 @@
-"""Record the work of each rank in some training steps, in one file for each rank, and merge the files into one trace."""
+"""Record the work of each rank in some training steps, and merge the ranks' files into one trace."""
 
 from .recording import TraceRecording
 from .settings import TraceSettings, settings_from

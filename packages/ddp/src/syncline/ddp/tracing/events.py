@@ -101,7 +101,7 @@ class StepEvent:
     calls: tuple[CallEvent, ...] = ()
 
     def by(self, clock: ToClock) -> StepEvent:
-        """Return this event with all times converted by `clock`. An unknown end of forward stays 0."""
+        """Return this event with all times converted by `clock`."""
         return replace(
             self,
             forward_started=clock(self.forward_started),

@@ -1,4 +1,4 @@
-"""The shortest possible time of an all-reduce, which memory bandwidth limits. `syncline bench` measures it."""
+"""The shortest possible time of an all-reduce, which memory bandwidth limits."""
 
 from __future__ import annotations
 
