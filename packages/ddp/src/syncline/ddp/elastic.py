@@ -206,7 +206,7 @@ class Elastic:
         self._handles = [each.register_step_pre_hook(self._before_optimizer) for each in self._optimizers]
 
     def epochs(self, number: int) -> Iterator[int]:
-        """Yield the epochs from the present one to `number` - 1, and call the sampler's `set_epoch` for each."""
+        """Yield the epochs from the present epoch to `number` - 1, and call the sampler's `set_epoch` for each."""
         for epoch in range(self._sampler.epoch, number):
             self._sampler.set_epoch(epoch)
             yield epoch

@@ -61,7 +61,7 @@ def resolve_group(process_group: object) -> ProcessGroup:
 
 
 def choose_default_group() -> AnyGroup:
-    """Return Syncline's default group, or else torch's. If there is neither, make one."""
+    """Return Syncline's default group, or else torch's. If there is neither, make Syncline's default group."""
     if is_initialized():
         return get_default_group()
     if dist.is_available() and dist.is_initialized():

@@ -133,7 +133,7 @@ def moved_to(device: torch.device, inputs: tuple[Any, ...], kwargs: dict[str, An
 
 
 def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-    """Return a context in which autograd does not see changes of these tensors."""
+    """Return a context in which autograd does not see changes of these tensors. Graphs that saved them stay valid."""
     if _preserve is None:
         return nullcontext()
     if _PRESERVES_SEVERAL:
