@@ -1,11 +1,10 @@
 """The command line: `python -m syncline.collectives`, also installed as `syncline`.
 
-Commands come from the group of entry points `syncline.commands`. Each entry point names a module, or an object, that has
+Commands come from the group of entry points `syncline.commands`. Each entry point names a module or an object with
 
 - `HELP`: a description in one line;
 - `add_arguments(parser)`: adds the command's options to an `argparse.ArgumentParser`;
-- `run(arguments) -> int`: runs the command, and returns the exit status. If `run` raises a `SynclineError`, `main` prints the
-  error, and the status is 2.
+- `run(arguments) -> int`: runs the command, and returns the exit status. A `SynclineError` is printed, with the status 2.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ ENTRY_POINT_GROUP = "syncline.commands"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, or list all commands, and return the exit status. Under mpirun every rank calls this function."""
+    """Run a command, or list all commands, and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["run"]:
         # `syncline run` must start a script quickly, and a search for commands in all installed packages takes too long.

@@ -20,8 +20,7 @@
             ├── StoreUnavailableError      a store cannot be opened: its port is in use, its path not writable
             └── StoreAuthenticationError   client and server do not hold the same secret
 
-The first line of a message says what happened, where (rank, group, collective, parameter names), and what to do. Details
-follow, each on a line of its own.
+The first line of a message says what happened, where, and what to do. Details follow, each on a line of its own.
 """
 
 from __future__ import annotations
@@ -43,11 +42,7 @@ def with_details(headline: str, *details: str) -> str:
 
 
 def fitted(text: str) -> str:
-    """Break the first line of an error's text in two if it is longer than `HEADLINE_CHARACTERS`. A pure function.
-
-    Only code that prints an error calls this function, so the exception keeps its text. The line breaks after a sentence or a
-    semicolon if possible, otherwise after a colon, a comma or a word.
-    """
+    """Break the first line of an error's text in two if it is longer than `HEADLINE_CHARACTERS`. A pure function."""
     first, newline, rest = text.partition("\n")
     if len(first) <= HEADLINE_CHARACTERS:
         return text
@@ -64,10 +59,7 @@ def headline(error: BaseException) -> str:
 
 
 class SynclineError(RuntimeError):
-    """Base class of every error that a Syncline package raises.
-
-    The class is a RuntimeError, because scripts for torch catch RuntimeErrors.
-    """
+    """Base class of every error that a Syncline package raises. A RuntimeError, as scripts for torch expect."""
 
     def reworded(self, message: str) -> Self:
         """Return a copy of the error that has another message, but the same type, attributes and cause."""
@@ -88,7 +80,7 @@ class InvalidArgumentError(MisuseError, ValueError):
 
 
 class InvalidTypeError(InvalidArgumentError, TypeError):
-    """An argument should be a function, but is not. The class is also a TypeError, because torch raises a TypeError then."""
+    """An argument should be a function, but is not. Also a TypeError, as in torch."""
 
 
 class NotInitializedError(MisuseError):
@@ -100,7 +92,7 @@ class GroupClosedError(MisuseError):
 
 
 class UnknownBackendError(MisuseError):
-    """No installed package offers a backend with the name that the caller gave."""
+    """No installed package offers a backend with this name."""
 
 
 class BackendUnavailableError(MisuseError):
@@ -127,10 +119,9 @@ class RankLostError(TransportError):
     """Some ranks have ended or cannot be reached, and other ranks wait for them.
 
     Attributes:
-        ranks: the ranks of the group that are known to be lost when the error is raised, in ascending order. If `Elastic` ends
-            the training, these are the numbers of the lost processes (see `ProcessGroup.members`). The tuple is empty in two
-            cases. In the first case, a newcomer (a process that joins a running job) finds that all other processes have ended.
-            In the second case, all ranks that have the training state are lost.
+        ranks: the lost ranks of the group, in ascending order, as far as known. From `Elastic`, the numbers of the lost
+            processes (see `ProcessGroup.members`). Empty if a newcomer finds that all other processes have ended, or if all
+            ranks with the training state are lost.
     """
 
     def __init__(self, message: str, ranks: Iterable[int]) -> None:

@@ -2,21 +2,18 @@
 
 Note [Forks]
 ~~~~~~~~~~~~
-A forked child (a worker of torch's DataLoader, a pool, `os.fork`) inherits all objects of its parent, but only one thread: the
-thread that forked. The other ranks do not know about the child. So in a child:
+A forked child (a worker of torch's DataLoader, a pool, `os.fork`) inherits all objects of its parent, but only the thread that
+forked. The other ranks do not know about the child. So in a child:
 
-- *Groups* raise `GroupClosedError` at every call; `close` and `abort` do nothing. `rank` and `size` still work, because workers
-  read them. Calls in flight belong to the parent. A child that waits for them gets a `GroupClosedError`, too. A child may make
-  its own groups.
+- *Groups* raise `GroupClosedError` at every call; `close` and `abort` do nothing. `rank` and `size` still work. A wait for a
+  call of the parent raises `GroupClosedError`, too. A child may make its own groups.
 - *Windows* (memory that the ranks of a node share) become private memory. The tensors that the program allocated there on this
   rank keep the values that they had at the fork. All other bytes are zeros.
 - *Hooks of reducers* are removed from the parameters, so a backward in a child sends nothing.
 - *MPI* is not called, not even to finalize MPI. A call would act in the parent's name, or wait for a lock that is never
   released.
 
-If an object must react to forks, derive its class from `Inherited`, and register the object with `tell_in_forks`. Python then
-calls the object's methods at each fork that Python makes. C code may also fork a child. This child runs no Python, so the
-object need not react.
+To react to forks, derive a class from `Inherited`, and register its objects with `tell_in_forks`. Forks by C code are not seen.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ class Inherited(ABC):
 
     @abstractmethod
     def in_fork(self) -> None:
-        """Called in the child before any other code runs. Take no lock of the parent, because the lock may be held for ever."""
+        """Called in the child before any other code runs. Take no lock of the parent: it may be held for ever."""
 
 
 def tell_in_forks(thing: Inherited) -> None:
@@ -56,7 +53,7 @@ def tell_in_forks(thing: Inherited) -> None:
 
 
 def in_forks(function: Callable[[], object]) -> None:
-    """Call a function in every forked child, before any other code runs. Modules reset their global variables in this way."""
+    """Call a function in every forked child, before any other code runs."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
 
@@ -64,8 +61,7 @@ def in_forks(function: Callable[[], object]) -> None:
 def generation() -> int:
     """Return the number of forks between the first process and this process.
 
-    An object can store this number in its constructor. If this function later returns another number, a forked child has
-    inherited the object.
+    If an object stores this number in its constructor, it can later see whether a forked child has inherited it.
     """
     return _generation
 
@@ -76,7 +72,7 @@ def is_fork_of_rank() -> bool:
 
 
 def not_the_rank(call: str, place: str) -> GroupClosedError:
-    """Return the error for a forked child that calls a group of its parent, or that waits for a call of its parent.
+    """Return the error for a forked child that uses a group, or waits for a call, of its parent.
 
     Args:
         call: the call's name.

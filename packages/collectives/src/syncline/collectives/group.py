@@ -1,4 +1,4 @@
-"""ProcessGroup: the base class of all groups of ranks that communicate. Its docstrings are the contract of every group."""
+"""ProcessGroup: the base class of all groups of ranks. Its docstrings are the contract of every group."""
 
 from __future__ import annotations
 
@@ -30,25 +30,21 @@ DEFAULT_SILENCE_TIMEOUT_S = 30.0
 class ProcessGroup(ABC):
     """A set of ranks that issue the same collectives in the same order.
 
-    **Calls.** Every rank of the group calls every collective, with matching arguments, in the same order. `send` and `recv` are
-    no collectives: only two ranks call them. Any thread may call a method. If several threads of a rank call collectives, the
-    program must make sure that the order of the calls is the same on every rank. If a future's callback issues a collective,
-    the collective runs inside the callback, before all queued calls of the group.
+    **Calls.** Every rank calls every collective, in the same order, with matching arguments. Only two ranks call `send` and
+    `recv`. Any thread may call a method, but the order of the calls must be the same on all ranks.
 
     **Results.** Each collective returns a `Work`. With `async_op=False` the collective has finished when the method returns.
-    With `async_op=True` the collective may still run: do not read or write its tensors until the work's `wait()` returns.
+    With `async_op=True` do not read or write its tensors until the work's `wait()` returns.
 
-    **Tensors.** Any dtype can be sent; `ReduceOp` lists the dtypes of each reduction. Outputs are written in place, also if
-    they are not contiguous. Tensors without elements or without dimensions are allowed. A tensor must be on a device of a type
-    in `device_types`. If this rank can see that an argument is wrong, the method raises an error before it issues the call, and
-    the group stays usable.
+    **Tensors.** Any dtype can be sent; `ReduceOp` lists the dtypes of each reduction. A tensor's device must be of a type in
+    `device_types`. Outputs are written in place, also if they are not contiguous. Tensors may be empty or without dimensions.
+    If this rank sees that an argument is wrong, the method raises an error before it issues the call, and the group stays
+    usable.
 
-    **Ranks** in arguments and results are ranks in this group, 0 to size - 1. `ranks` maps them to ranks in the default group.
+    **Ranks** in arguments and results are ranks in this group, 0 to size - 1.
 
-    **Errors.** Besides the errors that it lists, each method may raise `InvalidArgumentError` (the device of a tensor is not in
-    `device_types`, the method takes no sparse tensor, or elements of the outputs share memory), `GroupClosedError`,
-    `CollectiveTimeout`, `TransportError` and `DisagreementError`. With `async_op=True` either the method or the work's
-    `wait()` raises the last three errors.
+    **Errors.** Each method may also raise `InvalidArgumentError`, `GroupClosedError`, `CollectiveTimeout`, `TransportError` and
+    `DisagreementError`. With `async_op=True` the work's `wait()` may raise the last three errors.
 
     A backend implements `_issue`, `_send`, `_recv`, `_split`, `close`, `abort`, `describe`, and the abstract properties.
 
@@ -57,12 +53,9 @@ class ProcessGroup(ABC):
         size: the number of ranks.
         ranks: for each rank of this group, its rank in the default group.
         name: the group's name in error messages.
-        timeout_s: how long one collective may take, in seconds.
-        torch_group: the group of torch.distributed that carries out this group's calls; None if Syncline itself carries out
-            the calls. Each time a program passes a torch group to Syncline, Syncline makes a new object of this class. To see
-            whether two objects use the same torch group, compare their `torch_group`.
-        hosts: the host of each rank of the default group, in the format of `startup.nodes.in_words`; None if the ranks did not
-            exchange the names of their hosts when they connected.
+        timeout_s: the time limit of one collective, in seconds.
+        torch_group: the group of torch.distributed that carries out the calls; None if Syncline carries them out itself.
+        hosts: the host of each rank of the default group, in the format of `startup.nodes.in_words`. None if not known.
     """
 
     torch_group: Any = None
@@ -97,14 +90,13 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Return the library that communicates, and its version, as a short text such as "mpi: MPICH 5.0.2"."""
+        """Return the communication library and its version, such as "mpi: MPICH 5.0.2"."""
 
     @property
     def profiled_as(self) -> str | None:
-        """The prefix of the names under which torch's profiler shows the collectives of this group.
+        """The prefix of the names of this group's collectives in torch's profiler.
 
-        None if this group shows no names, because torch shows the collectives, or because this group is made of other groups,
-        which show the collectives.
+        None if this group adds no names to the profile.
         """
         return f"syncline-{self.backend_name}"
 
@@ -127,11 +119,10 @@ class ProcessGroup(ABC):
         """Combine the tensors of all ranks. Every rank gets the same result, bit for bit.
 
         Args:
-            tensor: any shape, the same on every rank; a dtype that `op` is defined for. Overwritten with the result. For SUM,
-                AVG and `premul_sum`, a sparse COO tensor is allowed. Its indices may differ between ranks. See
-                `tensors.sparse`.
-            op: how the tensors are combined: a `ReduceOp`, a `premul_sum`, or a reduction of torch.distributed.
-            async_op: if true, return at once, before the collective has finished.
+            tensor: any shape, the same on every rank. Overwritten with the result. SUM, AVG and `premul_sum` also take sparse
+                COO tensors, whose indices may differ between ranks.
+            op: see `ReduceOp`.
+            async_op: if true, do not wait for the result.
 
         Raises:
             InvalidArgumentError: `op` is not defined for the dtype.
@@ -150,11 +141,10 @@ class ProcessGroup(ABC):
         """Combine the tensors of all ranks on the root.
 
         Args:
-            tensor: dense, any shape, the same on every rank; a dtype that `op` is defined for. Overwritten with the result on
-                the root; only read on the other ranks.
+            tensor: dense, any shape, the same on every rank. Overwritten with the result on the root; only read on other ranks.
             root: the rank in this group that gets the result.
-            op: how the tensors are combined: a `ReduceOp`, a `premul_sum`, or a reduction of torch.distributed.
-            async_op: if true, return at once, before the collective has finished.
+            op: see `ReduceOp`.
+            async_op: if true, do not wait for the result.
         """
         self._check_root("reduce", root)
         self._check_tensors("reduce", writes=(tensor,))
@@ -168,7 +158,7 @@ class ProcessGroup(ABC):
         Args:
             tensor: any shape and dtype, the same on every rank. Read on the root, overwritten on the other ranks.
             root: the rank in this group whose tensor is copied.
-            async_op: if true, return at once, before the collective has finished.
+            async_op: if true, do not wait for the result.
         """
         self._check_root("broadcast", root)
         self._check_tensors("broadcast", writes=(tensor,))
@@ -182,8 +172,8 @@ class ProcessGroup(ABC):
 
         Args:
             outputs: `size` tensors with the shape and dtype of `tensor`. `outputs[r]` is overwritten with rank r's tensor.
-            tensor: any shape and dtype, the same on every rank. It is not changed. It may be one of the outputs.
-            async_op: if true, return at once, before the collective has finished.
+            tensor: any shape and dtype, the same on every rank. Only read. It may be one of the outputs.
+            async_op: if true, do not wait for the result.
 
         Extra memory: one buffer as large as all outputs together.
         """
@@ -194,12 +184,12 @@ class ProcessGroup(ABC):
 
     @shown_to_observers
     def all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False) -> Work:
-        """Give every rank the tensors of all ranks, one after the other in one tensor.
+        """Concatenate the tensors of all ranks into one tensor on every rank.
 
         Args:
-            output: a tensor of any shape with the dtype of `tensor`, and `size` times as many elements. Overwritten.
-            tensor: any shape and dtype, the same on every rank. It is not changed. It may be this rank's part of `output`.
-            async_op: if true, return at once, before the collective has finished.
+            output: any shape, the dtype of `tensor`, and `size` times as many elements. Overwritten.
+            tensor: any shape and dtype, the same on every rank. Only read. It may be this rank's part of `output`.
+            async_op: if true, do not wait for the result.
         """
         self._refuse_if("all_gather_into_tensor", checks.no_tensors({"tensor": tensor, "output": output}))
         self._check_tensors("all_gather_into_tensor", reads=(tensor,), writes=(output,))
@@ -219,11 +209,11 @@ class ProcessGroup(ABC):
         """Give the root the tensors of all ranks.
 
         Args:
-            tensor: any shape and dtype, the same on every rank. It is not changed.
-            outputs: on the root, `size` tensors with the shape and dtype of `tensor`; `outputs[r]` is overwritten with rank r's
-                tensor. On the other ranks, None.
+            tensor: any shape and dtype, the same on every rank. Only read.
+            outputs: on the root, `size` tensors like `tensor`; `outputs[r]` is overwritten with rank r's tensor. On other
+                ranks, None.
             root: the rank in this group that gets the tensors.
-            async_op: if true, return at once, before the collective has finished.
+            async_op: if true, do not wait for the result.
         """
         self._check_root("gather", root)
         self._refuse_if("gather", checks.no_tensors({"tensor": tensor, "outputs": outputs}, only_on_root="outputs"))
@@ -240,14 +230,13 @@ class ProcessGroup(ABC):
         *,
         async_op: bool = False,
     ) -> Work:
-        """Give each rank its tensor from the root's list.
+        """Give each rank one tensor of the root's list.
 
         Args:
             tensor: any shape and dtype, the same on every rank. Overwritten.
-            inputs: on the root, `size` tensors with the shape and dtype of `tensor`; rank r gets `inputs[r]`. The inputs are
-                not changed. On the other ranks, None.
+            inputs: on the root, `size` tensors like `tensor`; rank r gets `inputs[r]`. Only read. On other ranks, None.
             root: the rank in this group that gives the tensors.
-            async_op: if true, return at once, before the collective has finished.
+            async_op: if true, do not wait for the result.
         """
         self._check_root("scatter", root)
         self._refuse_if("scatter", checks.no_tensors({"tensor": tensor, "inputs": inputs}, only_on_root="inputs"))
@@ -262,11 +251,11 @@ class ProcessGroup(ABC):
         """For each rank r, combine the tensors `inputs[r]` of all ranks, and write the result to the `output` of rank r.
 
         Args:
-            output: a tensor with the shape and dtype of `inputs[rank]`; `op` is defined for the dtype. Overwritten.
-            inputs: `size` tensors, which are not changed. `inputs[r]` has the same shape on every rank. The tensors of the list
-                may differ in shape, and some may be empty. If the shapes differ, this method makes one `reduce` for each rank.
-            op: how the tensors are combined: a `ReduceOp`, a `premul_sum`, or a reduction of torch.distributed.
-            async_op: if true, return at once, before the collective has finished.
+            output: the shape and dtype of `inputs[rank]`. Overwritten.
+            inputs: `size` tensors of one dtype; only read. `inputs[r]` has the same shape on every rank. If the shapes in the
+                list differ, the call costs one `reduce` for each rank.
+            op: see `ReduceOp`.
+            async_op: if true, do not wait for the result.
 
         Extra memory: one buffer as large as all inputs together.
         """
@@ -288,11 +277,11 @@ class ProcessGroup(ABC):
         """Combine the tensors of all ranks, and divide the result into `size` equal parts. Rank r gets part r.
 
         Args:
-            output: any shape; a dtype that `op` is defined for. It is overwritten. It may be this rank's part of `tensor`.
-            tensor: any shape, the dtype of `output`, and `size` times as many elements. It is not changed, except for the part
-                that is `output`.
-            op: how the tensors are combined: a `ReduceOp`, a `premul_sum`, or a reduction of torch.distributed.
-            async_op: if true, return at once, before the collective has finished.
+            output: any shape. Overwritten. It may be this rank's part of `tensor`.
+            tensor: any shape, the dtype of `output`, and `size` times as many elements. Only read, except for a part that is
+                `output`.
+            op: see `ReduceOp`.
+            async_op: if true, do not wait for the result.
         """
         self._refuse_if("reduce_scatter_tensor", checks.no_tensors({"output": output, "tensor": tensor}))
         self._check_tensors("reduce_scatter_tensor", reads=(tensor,), writes=(output,))
@@ -308,10 +297,10 @@ class ProcessGroup(ABC):
         """For each rank r, send `inputs[r]` to rank r, and receive `outputs[r]` from rank r.
 
         Args:
-            outputs: `size` tensors of one dtype, of any shapes; `outputs[s]` on rank r has as many elements as `inputs[r]` on
-                rank s. The outputs are overwritten.
-            inputs: `size` tensors of the outputs' dtype. The inputs are not changed.
-            async_op: if true, return at once, before the collective has finished.
+            outputs: `size` tensors of any shapes. `outputs[s]` on rank r has as many elements as `inputs[r]` on rank s.
+                Overwritten.
+            inputs: `size` tensors with the dtype of the outputs. Only read.
+            async_op: if true, do not wait for the result.
 
         Extra memory: a copy of the inputs and a copy of the outputs.
         """
@@ -343,11 +332,11 @@ class ProcessGroup(ABC):
         """Send a part of the rows of `tensor` to each rank, and receive rows from each rank into `output`.
 
         Args:
-            output: a tensor with the dtype of `tensor`, and with rows of the same shape as in `tensor`. Overwritten.
-            tensor: a tensor with at least one dimension. Its first dimension counts the rows. It is not changed.
-            output_split_sizes: the number of rows that come from each rank. None means the same number from each rank.
-            input_split_sizes: the number of rows that go to each rank. None means the same number to each rank.
-            async_op: if true, return at once, before the collective has finished.
+            output: the dtype of `tensor`, and rows of the same shape as in `tensor`. Overwritten.
+            tensor: at least one dimension. The first dimension counts the rows. Only read.
+            output_split_sizes: the number of rows from each rank. None means equal numbers.
+            input_split_sizes: the number of rows to each rank. None means equal numbers.
+            async_op: if true, do not wait for the result.
         """
         name = "all_to_all_single"
         self._refuse_if(name, checks.no_tensors({"output": output, "tensor": tensor}))
@@ -373,11 +362,10 @@ class ProcessGroup(ABC):
         """Send a tensor to one rank, which calls `recv`.
 
         Args:
-            tensor: any shape and dtype. It is not changed; do not write it before the work has finished.
-            dst: the rank in this group that receives; not this rank.
-            tag: a number, 0 or above. The receiver must pass the same number. Syncline reserves the tags 32,000 to 32,767.
-            async_op: if true, return at once. If false, `send` may return before the receiver calls `recv`, or may wait for the
-                receiver.
+            tensor: any shape and dtype. Do not write it before the work has finished.
+            dst: another rank in this group.
+            tag: a number, 0 or above; the receiver passes the same number. Syncline reserves the tags 32,000 to 32,767.
+            async_op: if true, return at once. If false, `send` may wait for the receiver.
         """
         self._check_peer("send", dst, tag)
         self._check_tensors("send", reads=(tensor,))
@@ -388,10 +376,10 @@ class ProcessGroup(ABC):
         """Receive a tensor from one rank, which calls `send`.
 
         Args:
-            tensor: a tensor with the dtype and the number of elements of the tensor that is sent. Overwritten.
-            src: the rank in this group that sends. None means any rank. The work's `source_rank()` names the sender.
-            tag: the number that the sender passes as `tag`.
-            async_op: if true, return at once, before the tensor has arrived.
+            tensor: the dtype and the number of elements of the sent tensor. Overwritten.
+            src: another rank in this group. None means any rank; the work's `source_rank()` names the sender.
+            tag: the tag that the sender passes.
+            async_op: if true, do not wait for the tensor.
         """
         self._check_peer("recv", src, tag)
         self._check_tensors("recv", writes=(tensor,))
@@ -405,17 +393,15 @@ class ProcessGroup(ABC):
         return self._issue(Signature("barrier"), (), (), async_op)
 
     def split(self, color: int | None, key: int | None = None, *, timeout_s: float | None = None) -> ProcessGroup | None:
-        """For each color, make a new group of the ranks that pass this color. Every rank of this group calls this method.
+        """Make one new group for each color, of the ranks that pass this color. Every rank of this group calls this method.
 
         Args:
-            color: the number of a new group, 0 or above. Ranks with the same number join the same new group. None means that
-                this rank joins no new group.
-            key: the new group orders its ranks by key, and ranks with the same key by their rank in this group. None means
-                this process's rank in this group.
+            color: a number, 0 or above. None means that this rank joins no new group.
+            key: the new group orders its ranks by key, then by their rank in this group. None means this rank's number.
             timeout_s: the new group's time limit, in seconds. None means the time limit of this group.
 
         Returns:
-            The new group that this rank is in; None if `color` is None.
+            The new group that contains this rank; None if `color` is None.
         """
         if color is not None and not (checks.is_integer(color) and 0 <= color < 2**63):
             self._refuse_if("split", f"expected a color of 0 or above (64 bits), or None, found {color!r}")
@@ -428,7 +414,7 @@ class ProcessGroup(ABC):
         return made
 
     def subset(self, members: Sequence[int], name: str, *, timeout_s: float | None = None) -> ProcessGroup:
-        """Make a new group of some ranks of this group. Only the new group's members call this, all with the same arguments.
+        """Make a new group of some ranks of this group. Only the new members call this method, all with the same arguments.
 
         Args:
             members: ranks of this group, including this rank. The new group numbers its ranks in this order.
@@ -436,8 +422,7 @@ class ProcessGroup(ABC):
             timeout_s: the new group's time limit, in seconds. None means the time limit of this group.
 
         Raises:
-            InvalidArgumentError: a rank is listed twice or is outside the group, or this rank is missing. Or the backend can
-                make a group only if all ranks take part (then use `split`).
+            InvalidArgumentError: `members` is not valid, or the backend makes groups only with all ranks; then use `split`.
         """
         if (
             not checks.is_list_of_integers(members)
@@ -453,8 +438,7 @@ class ProcessGroup(ABC):
     def exchange_texts(self, text: str) -> list[str] | None:  # noqa: ARG002 - for subclasses that can
         """Give every rank the texts of all ranks, in rank order. Return None if the group cannot exchange texts.
 
-        All ranks call this method directly after they have connected. The exchange uses no GPU. It does not count as a call
-        when the ranks compare their calls.
+        All ranks call this method directly after they have connected.
         """
         return None
 
@@ -464,7 +448,7 @@ class ProcessGroup(ABC):
         """Allocate the memory that is fastest for collectives of this group. All ranks call this, with the same arguments.
 
         Returns:
-            A flat, uninitialised tensor of `numel` elements. If the backend has no special memory, `torch.empty` makes it.
+            A flat, uninitialised tensor of `numel` elements; from `torch.empty` if the backend has no special memory.
         """
         self._refuse_if("allocate", checks.no_size(numel, dtype))
         return torch.empty(numel, dtype=dtype, device=device)
@@ -473,19 +457,16 @@ class ProcessGroup(ABC):
 
     @property
     def has_total_order(self) -> bool:
-        """Whether collectives that a future's callback issues come at the same place in the order of calls on all ranks.
-
-        If this is false, do not issue collectives in callbacks. Issue them on the thread that issues all other collectives.
-        """
+        """Whether a callback of a future may issue collectives. If false, their order could differ between ranks."""
         return True
 
     @property
     def can_split(self) -> bool:
-        """Whether `split` works. If this is false, make sub-groups with the library that made this group."""
+        """Whether `split` works. If false, make sub-groups with the library that made this group."""
         return True
 
     def meeting_store(self) -> dist.Store | None:
-        """Return the store in which the ranks found each other, or None. Other groups can use the same store."""
+        """Return the store in which the ranks found each other, or None. Other groups can use this store, too."""
         return None
 
     # ---- marks, and the comparison of calls ----
@@ -494,11 +475,8 @@ class ProcessGroup(ABC):
     def marked(self, mark: str) -> Iterator[None]:
         """A context manager that adds a mark to the first call that this thread issues inside the context.
 
-        A mark is a short text that says to which part of the program a call belongs. When the ranks compare calls, they also
-        compare the marks. So the mark must be the same on every rank. Errors show the marks.
-
-        A call that a callback issues gets no mark. The reason is that the callback may run on this thread on one rank, and on
-        another thread on another rank.
+        A mark says to which part of the program a call belongs. Errors show the marks. When the ranks compare calls, they also
+        compare the marks, so pass the same mark on every rank. Calls from callbacks get no mark.
 
         Args:
             mark: a few words without a comma, such as "backward 1 since forward 12".
@@ -510,31 +488,28 @@ class ProcessGroup(ABC):
             self._marks.pop(get_ident(), None)
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:  # noqa: ARG002
-        """The algorithm that this rank uses for a collective on a tensor of this dtype and shape.
-
-        Calls with different reductions or roots may use different algorithms. If this rank has used several reductions or
-        roots for this tensor, the answer is for the reduction and root whose first use is the most recent.
+        """The algorithm that this rank uses for a collective on tensors of this dtype and shape.
 
         Args:
             name: the method's name, such as "all_reduce".
             tensor: a tensor of the dtype and shape that you ask about.
 
         Returns:
-            A word or two for logs, such as "window" or "MPI". None if this rank has made no such call, or if the backend does
-            not name its algorithms.
+            A word or two for logs, such as "window" or "MPI". If the algorithms of several reductions or roots differ, the
+                answer is for the one whose first use is the most recent. None if this rank has made no such call, or if the
+                backend does not name its algorithms.
         """
         return None
 
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:  # noqa: ARG002 - for subclasses that can
         """Compare the collectives that the ranks have called since the group was made. All ranks call this method.
 
-        Do nothing if the ranks already compare each call before the call runs, or if this group cannot compare calls.
-
         Returns:
-            A work, or None if nothing is compared. With `async_op=True`, the work's `wait` raises the error below.
+            A work. None if the ranks compare each call anyway, or if this group cannot compare calls.
 
         Raises:
-            DisagreementError: the ranks called different collectives, so results are wrong. All ranks raise this error.
+            DisagreementError: the ranks called different collectives, so results are wrong. All ranks raise this error; with
+                `async_op=True`, the work's `wait` raises it.
         """
         return None
 
@@ -542,14 +517,14 @@ class ProcessGroup(ABC):
         """The older name of `agree_on_calls`.
 
         Raises:
-            MisuseError: always; the message has the new name.
+            MisuseError: always.
         """
         raise MisuseError("verify_calls is now called agree_on_calls; call group.agree_on_calls(async_op=...)")
 
     def end_together(self, companion: ProcessGroup) -> None:  # noqa: B027 - for subclasses that can
         """Close `companion`, a group of the same ranks, when this group is closed, and abort it when this group is aborted.
 
-        Groups made of other groups, and groups of torch, ignore this call: their companions end with the process.
+        Groups made of other groups, and groups of torch, ignore this call.
         """
 
     def is_in_callback(self) -> bool:
@@ -559,32 +534,30 @@ class ProcessGroup(ABC):
     # ---- after a loss ----
 
     def expect_losses(self, are_expected: bool) -> None:  # noqa: B027 - for groups that write reports
-        """Say whether the program goes on when a rank is lost. If the program goes on, the group writes no report of a loss."""
+        """Say whether the program goes on when a rank is lost. If so, the group writes no report of a loss."""
 
     def missing_for_shrink(self) -> str | None:
-        """Return a sentence that says why `shrink` cannot work here and what to do instead. None if `shrink` can work."""
+        """Return why `shrink` cannot work here and what to do instead. None if `shrink` can work."""
         return (
             f"backend '{self.backend_name}' cannot connect the ranks that are left when one is lost; use backend 'gloo' with "
             "init_method='file:///shared/folder', or save checkpoints and let the launcher start the job again"
         )
 
     def shrink(self, *, silence_timeout_s: float = DEFAULT_SILENCE_TIMEOUT_S) -> ProcessGroup:
-        """Make a new group of the surviving ranks, after a `TransportError`. All survivors call `shrink`.
+        """Make a new group of the surviving ranks, after a `TransportError`. All survivors call this method.
 
-        The method aborts this group. All survivors get a new group with the same members, even if another rank dies during the
-        call. The members are ordered by their ranks in this group.
+        The method aborts this group. Do not use this group, its sub-groups, or memory from its `allocate` again. All survivors
+        get a new group with the same members, in the old order, even if another rank dies during the call.
 
-        Do not use this group, its sub-groups, or memory from its `allocate` again. Calls that were in flight may have finished
-        on some ranks and failed on others. So use the new group to agree on the training step from which all survivors go on.
+        Calls that were in flight may have finished on some ranks only. So agree in the new group on the step from which to go
+        on.
 
         Args:
-            silence_timeout_s: how long, in seconds, to wait for a rank that does not call `shrink` and is not known to have
-                ended. After this time the survivors go on without the rank. If the rank calls `shrink` later, its call raises
-                `RankGivenUpError`. MPI cannot leave out a rank that still runs. So over MPI, `shrink` fails after this time;
-                the program may call `shrink` again.
+            silence_timeout_s: how long, in seconds, to wait for a rank that may still run and does not call `shrink`. Then the
+                survivors go on without the rank. Over MPI, `shrink` fails instead; the program may call `shrink` again.
 
         Returns:
-            The new group, with the name and the time limit of this group. The new group's ranks count from 0.
+            The new group, with the name and the time limit of this group.
 
         Raises:
             BackendUnavailableError: this group cannot shrink; see `missing_for_shrink`.
@@ -604,15 +577,14 @@ class ProcessGroup(ABC):
     def beside(self, host: ProcessGroup) -> ProcessGroup:
         """Make a group like this one from the ranks of the new group `host`, through which the ranks find each other.
 
-        Before this call, the caller must abort this group, and must check that `meets_in` is true for the group that `host`
-        replaces.
+        The caller first aborts this group. `meets_in` must be true for the group that `host` replaces.
         """
         raise NotImplementedError  # only called if `meets_in` is true
 
     # ---- with newcomers ----
 
     def missing_for_admit(self) -> str | None:
-        """Return a sentence that says why `admit` cannot work here and what to do instead. None if `admit` can work."""
+        """Return why `admit` cannot work here and what to do instead. None if `admit` can work."""
         return (
             f"backend '{self.backend_name}' cannot let processes in that come later; use backend 'gloo' with "
             "init_method='file:///shared/folder'"
@@ -635,18 +607,15 @@ class ProcessGroup(ABC):
     def admit(self, *, silence_timeout_s: float = DEFAULT_SILENCE_TIMEOUT_S, limit: int | None = None) -> ProcessGroup:
         """Make a new group from this group's members and the waiting newcomers. All members call `admit`.
 
-        A newcomer is a process that was started with SYNCLINE_JOIN=1. It begins alone, in a group of one rank (`is_waiting`),
-        and calls `admit` on this group to be let in. All ranks get the same new group, in which newcomers come after the old
-        members. A member that dies during the call is left out, as in `shrink`. The survivors agree on the members, even if
-        some survivors call `shrink` and others call `admit`.
+        A newcomer is a process that was started with SYNCLINE_JOIN=1. It begins in a group of one rank, and calls `admit` on
+        that group. In the new group, newcomers come after the old members. A member that dies during the call is left out.
 
-        The method aborts this group. So wait until all calls of this group have finished, then call `admit`. Do not use this
-        group, its sub-groups, or memory from its `allocate` afterwards.
+        The method aborts this group: wait for all its calls first. Do not use this group, its sub-groups, or memory from its
+        `allocate` afterwards.
 
         Args:
             silence_timeout_s: on a member, the same as in `shrink`. On a newcomer, how long to wait to be let in, in seconds.
-            limit: the largest number of newcomers to let in, in the order in which they came. Further newcomers go on waiting.
-                None lets all newcomers in.
+            limit: the largest number of newcomers to let in, in the order in which they came. None lets all newcomers in.
 
         Returns:
             The new group, with the name and the time limit of this group.
@@ -669,8 +638,8 @@ class ProcessGroup(ABC):
     def close(self) -> None:
         """Finish all issued calls, then release the group's resources. All ranks call this. A second call does nothing.
 
-        After its calls have finished, a rank waits at most 60 seconds for the other ranks. If another rank does not call
-        `close`, this rank raises no error.
+        After its calls have finished, a rank waits at most 60 seconds for the other ranks to close, and raises no error if they
+        do not.
         """
 
     @abstractmethod
@@ -689,10 +658,9 @@ class ProcessGroup(ABC):
         """Issue one collective whose arguments were checked.
 
         Args:
-            signature: says which collective to issue, with which reduction, root, dtype and shape.
+            signature: the kind of the collective, with its reduction, root, dtype and shape.
             reads: tensors that are only read: the input if the output is another tensor, or one input for each rank.
-            writes: tensors that are written. For a gather, the root passes one tensor for each rank, and the other
-                ranks pass none.
+            writes: tensors that are written. For a gather, one tensor for each rank on the root, and none on other ranks.
             async_op: return at once.
         """
 

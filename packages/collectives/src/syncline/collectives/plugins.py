@@ -23,7 +23,7 @@ def load_plugin(group: str, name: str, attributes: Sequence[str]) -> Any:
         attributes: the names that the plugin must define.
 
     Raises:
-        InvalidArgumentError: no installed package offers the name; the message lists the names that exist.
+        InvalidArgumentError: no installed package offers the name.
         MisuseError: two packages offer the name, or the plugin cannot be imported, or it lacks an attribute.
     """
     point = _only_entry_point(group, name)

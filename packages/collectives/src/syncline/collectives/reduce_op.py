@@ -15,7 +15,7 @@ from .torch_internals import premul_factor
 
 
 class ReduceOp(enum.Enum):
-    """How the tensors of all ranks are combined, element by element.
+    """How the tensors of all ranks are combined, element by element. Collectives also take the reductions of torch.distributed.
 
     =========== ====================================================================
     SUM         sum over the ranks; for bool the logical or
@@ -28,8 +28,8 @@ class ReduceOp(enum.Enum):
     PREMUL_SUM  sum over the ranks of factor * tensor; make it with `premul_sum(factor)`
     =========== ====================================================================
 
-    float16 and bfloat16 are accumulated in float32 and rounded once. Exception: over NCCL each addition is rounded, unless the
-    group was made with `reproducible=True`.
+    float16 and bfloat16 are accumulated in float32 and rounded once. But NCCL rounds each addition, unless the group was made
+    with `reproducible=True`.
     """
 
     SUM = "sum"
@@ -47,7 +47,7 @@ class ReduceOp(enum.Enum):
 
 @dataclass(frozen=True)
 class PremulSum:
-    """The reduction that multiplies each rank's tensor by `factor`, and then adds up. All ranks pass the same factor."""
+    """The reduction that adds up `factor` times the tensor of each rank. All ranks pass the same factor."""
 
     factor: float
 
@@ -61,7 +61,7 @@ Reduction: TypeAlias = ReduceOp | PremulSum
 
 
 def premul_sum(factor: float) -> PremulSum:
-    """Return the reduction that adds up factor * tensor over the ranks. It is for floating-point and complex dtypes only.
+    """Return the reduction that adds up factor * tensor over the ranks, for floating-point and complex dtypes only.
 
     Raises:
         InvalidArgumentError: the factor is not a finite number.
@@ -133,11 +133,7 @@ def check_reduction(op: object, dtype: torch.dtype) -> None:
 
 
 def divide(total: torch.Tensor, count: int) -> None:
-    """Divide a tensor by `count` in place; integers are rounded towards zero.
-
-    If `count` is a power of two, a tensor of float32 or float64 is multiplied by 1 / `count`, which gives the same bits in half
-    the time.
-    """
+    """Divide a tensor by `count` in place; integers are rounded towards zero."""
     if count == 1:
         return
     if total.dtype in EXACTLY_HALVED and count & (count - 1) == 0:
@@ -162,7 +158,7 @@ _PREMUL_SUM: Any = getattr(dist.ReduceOp, "PREMUL_SUM", None) if dist.is_availab
 def from_torch(op: Any) -> Reduction | None:
     """Return the `Reduction` that equals `op`, a reduction of torch.distributed.
 
-    Return None if `op` is not a reduction of torch.distributed, or if the factor of `op` cannot be read.
+    None if `op` is not a reduction of torch.distributed, or if its factor cannot be read.
     """
     if not _OURS:  # a torch without torch.distributed
         return None
@@ -184,7 +180,7 @@ def checked_reduction(op: Any, dtype: torch.dtype) -> Reduction:
     `op` is a `Reduction`, or a reduction of torch.distributed.
 
     Raises:
-        InvalidArgumentError: `op` is not a reduction, or is not defined for `dtype`; see `check_reduction`.
+        InvalidArgumentError: `op` is not a reduction, or is not defined for `dtype`.
     """
     if type(op) is not ReduceOp and not isinstance(op, PremulSum):
         op = from_torch(op) or op

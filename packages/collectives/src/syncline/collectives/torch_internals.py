@@ -81,24 +81,22 @@ def group_named(name: str) -> object:
 
 
 def register_work(result: torch.Tensor, wait: Callable[[timedelta], bool]) -> None:
-    """Let torch's `wait_tensor(result)` call `wait` with a time limit. The limit 0 means that there is no limit.
-
-    torch keeps no reference to a Python object here, so `wait` goes into a C++ object, a `PythonCallbackWork`.
-    """
+    """Let torch's `wait_tensor(result)` call `wait` with a time limit. The limit 0 means no limit."""
     module: Any = sys.modules["torch._C._distributed_c10d"]
+    # torch keeps no reference to a Python function here, so `wait` goes into a C++ object.
     module._register_work(result, module.PythonCallbackWork(wait))
 
 
 def set_group_store(group: object, name: str, store: object) -> None:
-    """Tell torch which backend and which store belong to a group, as torch itself does for the groups that it makes."""
+    """Tell torch which backend and which store belong to a group."""
     _distributed()._world.pg_map[group] = (name, store)
 
 
 def end_groups_by(shut_down: Callable[[Any], bool]) -> None:
-    """Let torch's `destroy_process_group` call `shut_down` for each group, before torch itself would end the group.
+    """Let torch's `destroy_process_group` call `shut_down` for each group.
 
-    If `shut_down` returns True, it has ended the group. If it returns False, torch ends the group. A second call of
-    `end_groups_by` does nothing. If torch lacks `_shutdown_backend`, the first call does nothing, too.
+    If `shut_down` returns False, torch ends the group itself. A second call of `end_groups_by` does nothing. Without
+    `_shutdown_backend` in torch, the first call does nothing, too.
     """
     module = _distributed()
     theirs = getattr(module, "_shutdown_backend", None)
@@ -148,7 +146,7 @@ def is_traced() -> bool:
 
 
 def modes_switched_off() -> AbstractContextManager[object]:
-    """A context in which no dispatch mode of torch (a `TorchDispatchMode`) sees the operators that this thread calls."""
+    """A context in which no `TorchDispatchMode` of torch sees the operators that this thread calls."""
     switched_off: Callable[[], AbstractContextManager[object]] = getattr(
         torch.utils._python_dispatch, "_disable_current_modes", nullcontext
     )
@@ -156,7 +154,7 @@ def modes_switched_off() -> AbstractContextManager[object]:
 
 
 def awaited_value(value: object) -> torch.Tensor | None:
-    """If `value` is a result of torch's functional collectives, wait for it and return its tensor, otherwise return None."""
+    """Wait for a result of torch's functional collectives, and return its tensor. Return None for other values."""
     kind = _class_if_loaded("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
     if not isinstance(value, kind):
         return None
@@ -178,10 +176,9 @@ def _class_if_loaded(module: str, name: str) -> type | tuple[()]:
 def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
     """A decorator that excludes a function, and all functions that it calls, from torch.compile's tracing.
 
-    The reducer of torch's DDP issues collectives in the middle of a compiled forward, where the tracer traces every new Python
-    frame. The tracer cannot trace a group, and raises an error. `torch.compiler.disable` would have the same effect, but it
-    takes seconds to load all of torch.compile, also in programs that do not compile.
+    Unlike `torch.compiler.disable`, it does not load all of torch.compile, which takes seconds.
     """
+    # The reducer of torch's DDP issues collectives in the middle of a compiled forward, and the tracer cannot trace a group.
     if eval_frame is None:
         disabled: Callable[P, T] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
         return disabled
@@ -199,7 +196,7 @@ def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def disable_dynamo_here(function: Callable[P, T]) -> Callable[P, T]:
-    """A decorator that excludes a function from tracing, but not the functions that it calls. It does not slow calls down."""
+    """A decorator that excludes a function from tracing, but not the functions that it calls. Calls do not become slower."""
     if eval_frame is None:
         disabled: Callable[P, T] = torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
         return disabled
@@ -258,7 +255,7 @@ def clone_of_store(torch_store: Any) -> Any:
 
 
 def premul_factor(torch_op: Any) -> float | None:
-    """Return the factor of torch's `premul_sum`, from the pickled state of `torch_op`. None if the factor cannot be read."""
+    """Return the factor of torch's `premul_sum`. None if the factor cannot be read."""
     try:
         return float(torch_op.__getstate__()[1])
     except (AttributeError, TypeError, ValueError, IndexError):
@@ -294,10 +291,9 @@ class ProfilerRange:
             _exit_range(self._record)
 
     def end_elsewhere(self) -> Callable[[], None]:
-        """Return a function that ends the range. Any thread may call this function. If torch cannot do this, end the range now.
+        """Return a function that ends the range, for any thread. If torch lacks the means, end the range now.
 
-        Call the function before the program can stop the profiler. When a profiler stops, it frees its events, and a range that
-        ends later writes to their memory, which may crash the process.
+        Call the function before the program can stop the profiler. A range that ends later writes to freed memory.
         """
         if not hasattr(torch.ops.profiler, "_call_end_callbacks_on_jit_fut"):
             self.end()

@@ -39,8 +39,8 @@ def _prepare_to_block(is_done: Callable[[], bool]) -> None:
 class GroupFuture(AnyFuture):
     """The future of a collective. A callback of the same group can wait for the future without a deadlock.
 
-    If a callback given to `then` raises an error, the future that `then` returned fails with this error. (With torch's `then`,
-    that future fails with a RuntimeError that has only the error's text.)
+    If a callback given to `then` raises an error, the future that `then` returned fails with this error. (torch's `then` would
+    replace the error by a RuntimeError.)
 
     Args:
         devices: the CUDA devices of the tensors that the future will hold; see `devices_of`.
@@ -85,10 +85,8 @@ def new_future(tensors: Sequence[torch.Tensor]) -> TensorsFuture:
 def fail_future(future: AnyFuture, error: BaseException, devices: Devices) -> None:
     """Complete a future with an error of any class.
 
-    Two kinds of errors do not work with torch. First, torch refuses an error that is not an `Exception`, such as
-    KeyboardInterrupt. Second, a future of CUDA tensors pickles its value. If an error cannot be pickled (for example, because
-    its class was defined in a function), waiters would see the pickler's error instead. In both cases the future gets a
-    `TransportError` that names the error, and whose `__cause__` is the error.
+    If torch cannot store the error, the future gets a `TransportError` with the error as its `__cause__`. torch refuses an
+    error that is not an `Exception`, and on CUDA an error that cannot be pickled.
 
     Args:
         future: a future that is not complete.
@@ -119,7 +117,6 @@ def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) 
     """Make a future whose value is `tensors`, and which is done when all `futures` are done.
 
     If some of `futures` fail, the new future gets the error of the first failed future in the list. The error keeps its class.
-    (`torch.futures.collect_all(...).then(...)` would turn the error into a RuntimeError with the same text.)
     """
     joined = new_future(tensors)
     lock = threading.Lock()
@@ -156,24 +153,21 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
 
     Note [Futures that fail]
     ~~~~~~~~~~~~~~~~~~~~~~~~
-    torch's `Future.set_exception` stores the exception as the future's value. In Python, `wait` raises the exception. C++ code
-    (the reducer of torch's DDP, its communication hooks) sees just the value: it takes the exception for a list of tensors,
-    reads the first tensor, and dies by SIGSEGV. C++ sees a failure only if torch's own `then` has made the future, and the
-    function given to `then` has raised an error. Then C++ gets a RuntimeError with the text of the exception, which names the
-    call, the rank and the group.
+    torch's `Future.set_exception` stores the exception as the future's value, and Python's `wait` raises it. C++ code (the
+    reducer of torch's DDP, its communication hooks) takes this value for a list of tensors, and dies by SIGSEGV. C++ sees a
+    failure only if a function given to torch's own `then` has raised an error. Then C++ gets a RuntimeError with the
+    exception's text.
 
-    Our own futures keep the exception itself, because our callers catch it by its class. So torch's C++ code must not get these
-    futures. If torch asks a work of our groups for its future, torch gets a new future from this function. Our hooks under
-    torch's DDP also return futures from this function.
+    Our own futures keep the exception, because our callers catch it by its class. So torch's C++ code must not get our futures.
+    It gets new futures from this function: from works of our groups, and from our hooks under torch's DDP.
 
-    One case is different: if torch asks a work for its future *inside a callback* of our groups, torch gets our own future,
-    because only this future can be waited for in a callback (see `GroupFuture.wait`). This is safe: if the callback raises the
-    future's error, torch's `then` lets C++ see this error. In a callback, never wait for a future that this function has made;
-    wait for the work instead.
+    There is one exception: if torch asks a work for its future *inside a callback* of our groups, torch gets our own future.
+    Only our own future can be waited for in a callback (see `GroupFuture.wait`). If the callback raises the future's error,
+    torch's `then` lets C++ see the error. In a callback, never wait for a future that this function has made; wait for the work
+    instead.
 
-    This function attaches a callback to `future`, and this callback completes the new future. Callbacks that the program
-    attaches to the new future early enough run inside this callback. So the group knows that they are callbacks of its
-    collective (see Note [Late callbacks] in `engine.queue`).
+    A callback of `future` completes the new future, so callbacks of the new future run inside a callback of `future`. The group
+    then knows that they belong to its collective (see Note [Late callbacks] in `engine.queue`).
 
     Args:
         future: a future of ours or of torch.
@@ -191,7 +185,7 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
 
 
 def devices_of(tensors: Sequence[torch.Tensor]) -> Devices:
-    """Return the CUDA devices of tensors, or None if no tensor is on a CUDA device. A torch future is made with this value."""
+    """Return the CUDA devices of tensors, as torch's `Future` takes them; None if no tensor is on a CUDA device."""
     devices: list[int | str | torch.device] = list({tensor.device for tensor in tensors if tensor.is_cuda})
     return devices or None
 
@@ -199,8 +193,7 @@ def devices_of(tensors: Sequence[torch.Tensor]) -> Devices:
 class Work(ABC):
     """One collective that was issued and may still be running.
 
-    The tensors that were handed to the collective belong to it until `wait` returns: do not read or write them earlier.
-    `if work:` raises a TypeError, because the program could mean "is there a work?" or "has the work finished?".
+    Until `wait` returns, do not read or write the tensors that were passed to the collective. `if work:` raises a TypeError.
     """
 
     @abstractmethod
@@ -208,7 +201,7 @@ class Work(ABC):
         """Block until the collective has finished. On CUDA, make the current stream wait for the collective instead.
 
         Args:
-            timeout: seconds or a timedelta; None waits as long as the group's own time limit allows.
+            timeout: seconds or a timedelta; None means the group's own time limit.
 
         Returns:
             Always true, as in torch.distributed.
@@ -231,23 +224,23 @@ class Work(ABC):
         """The output tensors: the same objects that were passed to the call. Call this method after `wait`."""
 
     def source_rank(self) -> int | None:
-        """Return the sender's rank in the group if this is the work of a receive that has finished, otherwise None."""
+        """Return the sender's rank in the group if this is the work of a finished receive, otherwise None."""
         return None
 
     @abstractmethod
     def get_future(self) -> TensorsFuture:
         """Return a `torch.futures.Future` of this work. Its value is the list of output tensors.
 
-        A callback that is attached before the collective has finished runs on the thread that finishes the collective. A
-        callback that is attached later runs at once, on the caller's thread. If a callback issues a collective, the collective
-        runs inside the callback, before the calls that wait in the group's queue.
+        A callback that is attached before the collective has finished runs on the thread that finishes the collective. A later
+        callback runs at once, on the caller's thread. If a callback issues a collective, the collective runs inside the
+        callback, before the calls in the group's queue.
         """
 
     def before_end(self, action: Callable[[], None]) -> None:
         """Run a quick action when the call is over, before any `wait` returns. If the call is over already, run the action now.
 
-        The action must not take a lock and must not call Syncline. (A work that ends when its future is done, such as
-        `FutureWork`, runs the action as a callback of the future, perhaps a moment after `wait` has returned.)
+        The action must not take a lock and must not call Syncline. A `FutureWork` may run the action a moment after `wait` has
+        returned.
         """
         self.get_future().add_done_callback(lambda _: action())
 
@@ -324,7 +317,7 @@ class PendingWork(Work):
         self._finish(None)
 
     def fail(self, error: BaseException) -> None:
-        """Finish with an error: every waiter raises `error`, and so does the future."""
+        """Finish with an error, which every waiter and the future raise."""
         self._finish(error)
 
     def _finish(self, error: BaseException | None) -> None:

@@ -19,14 +19,14 @@ def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None
 
         (1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b
 
-    The result is the sum if a and b are orthogonal, and the mean if a and b are equal. More ranks are combined in pairs, then
-    in pairs of pairs, and so on. If the number p of ranks is not a power of two, let q be the largest power of two below p.
-    Before the pairs, each rank r >= q is combined with rank r - q. (S. Maleki et al., "Scaling Distributed Training with
-    Adaptive Summation", MLSys 2021.) With Adasum you can keep the learning rate of one process for any number of ranks.
+    This is the sum if a and b are orthogonal, and the mean if a and b are equal. More ranks are combined in pairs, then in
+    pairs of pairs, and so on. If the number p of ranks is not a power of two, let q be the largest power of two below p. First,
+    each rank r >= q is combined with rank r - q. (S. Maleki et al., "Scaling Distributed Training with Adaptive Summation",
+    MLSys 2021.)
 
     Args:
-        tensors: floating-point tensors of one dtype on one device. The shapes are the same on every rank. The tensors are
-            overwritten with the result, which has the same bits on all ranks.
+        tensors: floating-point tensors of one dtype on one device, with the same shapes on every rank. Overwritten with the
+            result, which has the same bits on all ranks.
         group: the group; None means the default group.
 
     Cost: if p is a power of two, log2(p) exchanges of all tensors between two ranks; otherwise log2(q) + 2 exchanges. Extra

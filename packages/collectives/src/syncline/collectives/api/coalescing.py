@@ -33,7 +33,7 @@ def plan_buffers(nbytes: Sequence[int], kinds: Sequence[object], buffer_size_byt
     Args:
         nbytes: size of each tensor in bytes.
         kinds: the kind of each tensor, such as (dtype, device). A buffer holds tensors of one kind only.
-        buffer_size_bytes: the largest size of a buffer. A tensor above this size gets a buffer of its own.
+        buffer_size_bytes: the largest size of a buffer. A larger tensor gets a buffer of its own.
 
     Returns:
         For each buffer, the indices of its tensors in ascending order. The buffers are ordered by their first index.
@@ -59,14 +59,14 @@ def broadcast_coalesced(
     root: int = 0,
     buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
 ) -> None:
-    """Copy the root's tensors to every rank, in a few flat buffers. At most two broadcasts run at a time.
+    """Copy the root's tensors to every rank, in a few flat buffers.
 
     Args:
-        tensors: the same number, shapes and dtypes on every rank, in the same order. The root only reads them.
-            The other ranks overwrite them.
+        tensors: the same number, shapes and dtypes on every rank, in the same order. Read on the root, overwritten on the other
+            ranks.
         group: the group; None means the default group. Every rank of the group calls this function.
-        root: the rank whose tensors are copied: a rank in the group, from 0.
-        buffer_size_bytes: the largest flat buffer for several tensors, in bytes. A larger tensor has a buffer of its own.
+        root: a rank in the group, from 0.
+        buffer_size_bytes: the largest flat buffer, in bytes. A larger tensor gets a buffer of its own.
 
     Extra memory: two buffers. The ranks send as many bytes as in a `broadcast` of each tensor.
 
@@ -140,9 +140,9 @@ def all_gather_coalesced(
     """Give every rank the tensors of all ranks, in one all_gather for each 250 MiB of inputs of one dtype and device.
 
     Args:
-        output_tensor_lists: one list for each rank, with tensors of the same shapes and dtypes as in `input_tensor_list`. The
-            tensors of list r are overwritten with the tensors of rank r.
-        input_tensor_list: the same number, shapes and dtypes on every rank, in the same order. Not changed.
+        output_tensor_lists: one list for each rank, with tensors like those in `input_tensor_list`. List r is overwritten with
+            the tensors of rank r.
+        input_tensor_list: the same number, shapes and dtypes on every rank, in the same order. Only read.
         group: the group; None means the default group.
         async_op: if true, return a `Work` at once.
 
@@ -178,7 +178,7 @@ class _Pending:
 
     Attributes:
         memory: the flat buffer; for an all_gather, one buffer for each rank.
-        destinations: the caller's tensors, in the order in which their elements lie in the memory; empty: copy nothing.
+        destinations: the caller's tensors, in the order of their elements in the memory; empty: copy nothing.
     """
 
     work: Work
@@ -186,12 +186,11 @@ class _Pending:
     destinations: list[torch.Tensor]
 
     def wait_and_copy_back(self) -> None:
-        """Wait for the collective, then copy the memory to the destinations."""
         self.work.wait()
         _copy_back(self.memory, self.destinations)
 
     def copied_back(self) -> TensorsFuture:
-        """A future of the destinations, which is done when the memory has been copied to the destinations."""
+        """A future of the destinations, which is done when the memory has been copied to them."""
 
         def copy_back(done: Any) -> list[torch.Tensor]:
             done.value()
@@ -245,7 +244,7 @@ def _joined(
 def _checked(
     name: str, tensors: Sequence[torch.Tensor], group: ProcessGroup, *, are_written: bool
 ) -> tuple[list[torch.Tensor], bool]:
-    """Check the tensors. Return them after `checks.resolved`, and return whether one of them is a FakeTensor.
+    """Check the tensors. Return them after `checks.resolved`, and whether one of them is a FakeTensor.
 
     See Note [Tensors that are no memory] in `tensors.checks`.
     """

@@ -64,7 +64,7 @@ class NonMember:
         """Raise an error if `group` is a `NonMember`.
 
         Raises:
-            MisuseError: `group` is a `NonMember`. The message says which ranks the group has.
+            MisuseError: `group` is a `NonMember`.
         """
         if isinstance(group, NonMember):
             raise MisuseError(group.error_message())
@@ -91,29 +91,29 @@ def init_process_group(
 
     Under mpirun, mpiexec or srun the function needs no argument, no exported variable and no port.
 
-    A process with SYNCLINE_JOIN=1 in its environment joins a running job over Gloo. In this process, pass the job's
-    `init_method` ("file://") or the job's store; `rank`, `world_size` and the launcher's values are ignored. The process is
-    alone in its group until this process and the members of the job call `admit`.
+    A process with SYNCLINE_JOIN=1 in its environment joins a running job over Gloo. Pass the job's `init_method` ("file://") or
+    store; `rank`, `world_size` and the launcher's values are ignored. The process is alone in its group until it and the
+    members of the job call `admit`.
 
     Args:
-        backend: a name from `backend_names()`. None takes the environment variable `SYNCLINE_BACKEND`, or else the backend in
-            the site file (see `startup.settings`). If neither of these is set, the choice is automatic: MPI under an MPI
-            launcher; Gloo under another launcher, or if you pass `init_method`, `store` or `world_size`; otherwise a group of
-            one rank. An automatic choice adds NCCL for CUDA tensors if there are GPUs and CuPy.
+        backend: a name from `backend_names()`. None takes the environment variable `SYNCLINE_BACKEND`, else the site file's
+            backend. Else the choice is automatic: MPI under an MPI launcher; Gloo under another launcher, or with
+            `init_method`, `store` or `world_size`; otherwise a group of one rank. An automatic choice adds NCCL if there are
+            GPUs and CuPy.
         init_method: how the ranks find each other over Gloo: "file:///shared/folder", "tcp://host:port?secret_file=PATH" or
             "env://"; see `rendezvous.store_at`. "mpi://" is the same as backend "mpi".
         timeout: the time limit of each collective, in seconds or as a timedelta. Default: `SYNCLINE_TIMEOUT_S`, else the site
             file's limit, else 30 minutes.
         world_size: number of ranks; -1 takes the launcher's number. Any other value must agree with the launcher.
         rank: this process's rank; -1 takes the launcher's rank. Any other value must agree with the launcher.
-        store: use this store instead of an `init_method`: a store of the package `stores`, or a `torch.distributed.Store`. The
-            ranks of Gloo find each other in the store. The store must not contain keys of an earlier run.
-        communicator: an mpi4py communicator. Its ranks become the group's ranks, and only these ranks call this function. Use
-            a communicator if some ranks of the MPI job do other work, such as serve data, simulate or do inference.
-        reproducible: if true, reductions give the same bits in every run; the backend's documentation states the cost.
-            Default: the site file's value, else False. (Within one run, all ranks always get the same bits.)
-        check_calls: for debugging. If true, the ranks compare their calls before each collective (not before sends and
-            receives). If the calls differ, a `DisagreementError` shows the calls. Costs a small all_gather for each collective.
+        store: instead of an `init_method`, a store of the package `stores` or a `torch.distributed.Store`, without keys of an
+            earlier run.
+        communicator: an mpi4py communicator, whose ranks become the group's ranks. Only these ranks call this function. The
+            other ranks of the MPI job may do other work.
+        reproducible: if true, reductions give the same bits in every run; the backend's documentation states the cost. Default:
+            the site file's value, else False. (Within one run, all ranks always get the same bits.)
+        check_calls: for debugging. If true, the ranks compare their calls before each collective. If the calls differ, a
+            `DisagreementError` shows the calls. Costs a small all_gather for each collective.
 
     Returns:
         The default group. From now on `get_default_group()` returns this group.
@@ -240,9 +240,8 @@ def _load(choice: BackendChoice) -> Backend:
 def destroy_process_group() -> None:
     """Finish all calls in flight and close the default group. Every rank calls this function.
 
-    Without a default group, the function does nothing. If the caller is handling an exception, for example in a `finally:`
-    block, the function aborts the group instead of closing it. Closing the group would wait for other ranks, and these ranks
-    may wait in a collective that this rank will never start.
+    Without a default group, the function does nothing. While an exception is handled, for example in a `finally:` block, the
+    function aborts the group and does not wait for other ranks.
     """
     global _default
     with _lock:
@@ -258,12 +257,11 @@ def destroy_process_group() -> None:
 def replace_default_group(old: ProcessGroup, new: ProcessGroup) -> bool:
     """Make `new` the default group if `old` is the default group. Returns whether `old` was the default group.
 
-    All ranks of `new` call `replace_default_group`, which calls each function that was given to `follow_default_group`. These
-    functions may communicate.
+    All ranks of `new` call this function, which calls each function that was given to `follow_default_group`.
 
     Raises:
         TransportError: a rank was lost while a function of `follow_default_group` ran. `new` is the default group nevertheless.
-            The caller must make a group without the lost rank, and call `replace_default_group` again.
+            Make a group without the lost rank, and call `replace_default_group` again.
     """
     global _default
     with _lock:
@@ -276,7 +274,7 @@ def replace_default_group(old: ProcessGroup, new: ProcessGroup) -> bool:
 
 
 def follow_default_group(follower: Callable[[ProcessGroup], None]) -> None:
-    """Let `replace_default_group` call a function with each new group. A second call for the same function does nothing."""
+    """Let `replace_default_group` call a function, which may communicate, with each new group."""
     if follower not in _followers:
         _followers.append(follower)
 
@@ -320,7 +318,7 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def rank_in(group: ProcessGroup, rank: int | None, group_rank: int | None, *, default: int | None = None) -> int:
-    """Return a rank of `group`, from two arguments such as `src` and `group_src`. The caller gives only one of the arguments.
+    """Return a rank of `group`, from a pair of arguments such as `src` and `group_src`.
 
     Args:
         group: the group.
@@ -329,8 +327,7 @@ def rank_in(group: ProcessGroup, rank: int | None, group_rank: int | None, *, de
         default: the result if `rank` and `group_rank` are None.
 
     Raises:
-        InvalidArgumentError: `rank` and `group_rank` are both given. Or both are None and there is no default. Or `rank` is not
-            in the group.
+        InvalidArgumentError: both ranks are given, or none and there is no default, or `rank` is not in the group.
     """
     for given in (rank, group_rank):
         if given is not None and not is_integer(given):

@@ -1,8 +1,8 @@
 """The collectives as functions on the default group, with torch.distributed's names, argument order and defaults.
 
 Each function has the shapes, dtypes and errors of the `ProcessGroup` method of the same name. `group=None` means the default
-group (`NotInitializedError` if there is none). `src` and `dst` are ranks of the default group. `group_src` and `group_dst` are
-ranks of the group itself. With `async_op=True` a function returns a `Work`, otherwise None.
+group. `src` and `dst` are ranks of the default group; `group_src` and `group_dst` are ranks of the group itself. With
+`async_op=True` a function returns a `Work`, otherwise None.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_id
     See [`ProcessGroup.barrier`][syncline.collectives.ProcessGroup.barrier].
 
     Raises:
-        InvalidArgumentError: `device_ids` was given. (torch uses `device_ids` to choose a GPU; our groups know their devices.)
+        InvalidArgumentError: `device_ids` was given. The group knows its device.
     """
     if device_ids is not None:
         raise InvalidArgumentError(

@@ -23,13 +23,11 @@ def monitored_barrier(
 ) -> None:
     """Wait until all ranks have called this function. On a time-out, rank 0 raises an error that names the missing ranks.
 
-    Rank 0 receives a message from each other rank. Then rank 0 asks each rank whether the rank is still waiting. At the end,
-    rank 0 lets all ranks return. A barrier takes 4 (`size` - 1) messages of 16 bytes, one after the other. So use this function
-    to find faults, not in every step.
+    Cost: 4 (`size` - 1) messages of 16 bytes, one after the other. So use this function to find faults, not in every step.
 
-    After a time-out, all or some ranks may call the function again. In rank 0's next call, a rank that is still waiting in an
-    earlier call counts as present. A rank whose own call has timed out counts as missing until the rank calls again. Over Gloo,
-    do not call the function again after a time-out, because the time-out ends the connections.
+    After a time-out, ranks may call the function again. In rank 0's next call, a rank that is still waiting in an earlier call
+    counts as present. A rank whose own call has timed out counts as missing until it calls again. Over Gloo, a time-out ends
+    the connections: do not call the function again.
 
     Args:
         group: the group; None means the default group.
@@ -37,8 +35,8 @@ def monitored_barrier(
         wait_all_ranks: whether the error names all missing ranks, or only the first.
 
     Raises:
-        CollectiveTimeout: some rank did not call this function in time. On rank 0 the message names missing ranks. On other
-            ranks the message says that rank 0 did not answer.
+        CollectiveTimeout: some rank did not call this function in time. On ranks other than 0 the message says that rank 0 did
+            not answer.
     """
     chosen = resolve_group(group)
     scope = CancelScope(seconds(timeout, chosen.timeout_s))

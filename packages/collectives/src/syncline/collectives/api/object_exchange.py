@@ -14,7 +14,7 @@ from ..tensors.layout import contents
 
 
 def are_same_on_all_ranks(payload: bytes, *, group: ProcessGroup) -> bool:
-    """Whether all ranks pass the same bytes. The ranks compare 62 bits of the bytes' SHA-256.
+    """Whether all ranks pass the same bytes. The ranks compare 62 bits of a SHA-256.
 
     Cost: an all_reduce of 16 bytes, for payloads of any length.
     """
@@ -65,9 +65,7 @@ def _gathered(payload: bytes, group: ProcessGroup) -> list[tuple[torch.Tensor, i
 
 
 def message_device(group: ProcessGroup, otherwise: torch.device | None = None) -> torch.device:
-    """The device on which to put the tensors that carry lengths and pickles between the ranks of a group.
-
-    If the group serves the CPU, the result is the CPU, because reading a tensor on a GPU waits for the GPU.
+    """The device for tensors that carry lengths and pickles between the ranks of a group. The CPU, if the group serves the CPU.
 
     Args:
         group: the group of the collectives.

@@ -1,7 +1,4 @@
-"""Collectives on Python objects, which are sent as pickles. Use these functions only between ranks that you trust.
-
-A function with the name of a function in torch.distributed takes the same arguments as torch's function.
-"""
+"""Collectives on Python objects, which are sent as pickles. Use these functions only between ranks that you trust."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Find out which ranks of a group share a node, and choose the device on which each rank should compute.
+"""Find out which ranks of a group share a node, and choose the device of each rank.
 
-The ranks tell each other their hosts in `init_process_group`. Variables such as LOCAL_RANK are not read: they count all ranks
-that a launcher started, and a group may consist of only some of these ranks.
+The ranks tell each other their hosts in `init_process_group`. Variables such as LOCAL_RANK are not read, because they count
+ranks outside of the group, too.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ _placements: weakref.WeakKeyDictionary[ProcessGroup, Placement] = weakref.WeakKe
 
 
 def placement_of(group: ProcessGroup | None = None) -> Placement:
-    """Return the nodes on which the ranks of a group run, and this process's number among the ranks of its node.
+    """Return the node of each rank of a group, and this process's number among the ranks of its node.
 
-    In most groups, the ranks have already exchanged the names of their hosts, so this function does not communicate. The
-    exceptions are groups from torch.distributed, and groups after the loss or admission of ranks. For these groups the first
-    call is a collective, so every rank must call this function.
+    For groups from torch.distributed, and groups after the loss or admission of ranks, the first call is a collective: every
+    rank must call this function. For other groups the function does not communicate.
 
     Args:
         group: the group; None means the default group.
@@ -78,10 +77,10 @@ def get_node_rank(group: ProcessGroup | None = None) -> int:
 def default_device(group: ProcessGroup | None = None) -> torch.device:
     """Return the device that this rank should compute on. A collective: every rank of the group calls this function.
 
-    If no rank of the node sees a CUDA device, the result is the CPU. Otherwise the ranks of a node choose in the order of their
-    ranks: each rank takes the first device that it sees and that no earlier rank has taken. So if all ranks see all devices,
-    each rank takes the device with the number of its local rank. If the launcher shows each rank a different, single device
-    (`srun --gpus-per-task=1`), each rank takes `cuda:0`.
+    If no rank of the node sees a CUDA device, the result is the CPU. Otherwise, in the order of ranks, each rank of a node
+    takes the first device that it sees and that no earlier rank has taken. So if all ranks see all devices, each rank takes the
+    device with the number of its local rank. If each rank sees one device of its own (`srun --gpus-per-task=1`), each rank
+    takes `cuda:0`.
 
     Args:
         group: the group; None means the default group.
@@ -106,7 +105,7 @@ def assign_devices(visible: dict[int, Sequence[str]], hostname: str) -> dict[int
         hostname: the node's name in messages.
 
     Returns:
-        For each rank an index into its devices. None for every rank if no rank sees a device.
+        For each rank an index into its devices; None for every rank if no rank sees a device.
 
     Raises:
         LaunchError: no device is left for a rank.

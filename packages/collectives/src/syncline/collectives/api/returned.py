@@ -1,8 +1,5 @@
 """Collectives that return new tensors. Inputs stay unchanged, and autograd works.
 
-In `all_gather_rows` and `all_to_all_rows` the numbers of rows may differ between ranks. The ranks exchange these numbers before
-they exchange the rows.
-
 =============================  ================================  ==============================================
 function                       what every rank gets              gradient (of the sum of all ranks' losses)
 =============================  ================================  ==============================================
@@ -59,7 +56,7 @@ class PendingResult(Generic[T]):
         """Wait for the collective, and return its result. Every call returns the same objects.
 
         Raises:
-            CollectiveTimeout, TransportError, DisagreementError: for the same reasons as `Work.wait`.
+            CollectiveTimeout, TransportError, DisagreementError: as from `Work.wait`.
         """
         for work in self._works:
             work.wait()
@@ -85,12 +82,12 @@ def all_reduce_copy(
 
     Args:
         tensor: any shape, the same on every rank; only read.
-        op: see `ReduceOp` and `premul_sum`.
+        op: see `ReduceOp`.
         group: the group; None means the default group.
         async_op: if true, return a `PendingResult` of the tensor.
-        prescale: a factor by which each rank's tensor is multiplied before the reduction. Integers are multiplied in float64
-            and rounded towards zero; float16 and bfloat16 are multiplied in float32.
-        postscale: a factor by which the result is multiplied.
+        prescale: multiply each rank's tensor by this factor before the reduction. Integers are multiplied in float64 and
+            rounded towards zero; float16 and bfloat16 are multiplied in float32.
+        postscale: multiply the result by this factor.
 
     Returns:
         A contiguous tensor with the shape and dtype of `tensor`. Its bits are the same on every rank.
@@ -163,8 +160,7 @@ def all_gather_rows(tensor: torch.Tensor, group: ProcessGroup | None = None, asy
         tensor: at least one dimension. The first dimension may differ between ranks, and may be 0. The other dimensions and the
             dtype are the same on every rank.
         group: the group; None means the default group.
-        async_op: if true, return a `PendingResult` of the tensor. The ranks exchange the numbers of rows before the function
-            returns.
+        async_op: if true, return a `PendingResult` of the tensor, after the ranks have exchanged their numbers of rows.
 
     Returns:
         The rows of rank 0, then the rows of rank 1, and so on. Every rank gets the same tensor.
@@ -252,7 +248,7 @@ class _AllGatherRows(torch.autograd.Function):
 
 
 def row_shares(rows: int, size: int) -> list[int]:
-    """Divide `rows` among `size` ranks. The first `rows % size` ranks get one row more than the others. A pure function."""
+    """Divide `rows` among `size` ranks. The first `rows % size` ranks get one row more. A pure function."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
@@ -269,15 +265,15 @@ def reduce_scatter_rows(
 
     Args:
         tensor: at least one dimension; the same shape on every rank; only read.
-        op: see `ReduceOp` and `premul_sum`.
+        op: see `ReduceOp`.
         group: the group; None means the default group.
         async_op: if true, return a `PendingResult` of the tensor.
         prescale: see `all_reduce_copy`.
         postscale: see `all_reduce_copy`.
 
     Returns:
-        This rank's rows. If the rows cannot be divided evenly, the first ranks get one row more. In this case the call costs
-        one `reduce` for each rank.
+        This rank's rows. If the rows cannot be divided evenly, the first ranks get one row more, and the call costs one
+            `reduce` for each rank.
     """
     return _first(
         reduce_scatter_rows_coalesced([tensor], op, group, async_op, prescale=prescale, postscale=postscale), async_op=async_op
@@ -343,10 +339,10 @@ def broadcast_copy(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Any:
-    """Return one rank's tensor on every rank. Other ranks pass a tensor of the same shape and dtype, which is not changed.
+    """Return one rank's tensor on every rank. Pass either `src` or `group_src`.
 
     Args:
-        tensor: any shape, the same on every rank; only read.
+        tensor: the same shape and dtype on every rank; only read.
         src: the root, a rank of the default group.
         group: the group; None means the default group.
         async_op: if true, return a `PendingResult` of the tensor.
@@ -387,11 +383,10 @@ def all_to_all_rows(
     """Send rows to each rank, and return the rows that this rank gets. A rank need not know how many rows it will get.
 
     Args:
-        tensor: has at least one dimension, and is not changed. The dtype and all dimensions but the first are the same on every
-            rank.
-        splits: how many rows go to each rank; None sends the same number of rows to each rank.
+        tensor: at least one dimension; only read. The dtype and all dimensions but the first are the same on every rank.
+        splits: how many rows go to each rank; None means equal numbers.
         group: the group; None means the default group.
-        async_op: if true, return a `PendingResult`. The ranks exchange the numbers of rows before the function returns.
+        async_op: if true, return a `PendingResult`, after the ranks have exchanged their numbers of rows.
 
     Returns:
         The rows in the order of the ranks that sent them, and how many rows came from each rank.
@@ -461,10 +456,10 @@ class _AllToAllRows(torch.autograd.Function):
 
 
 def broadcast_object(obj: Any, src: int | None = None, group: ProcessGroup | None = None, group_src: int | None = None) -> Any:
-    """Return one rank's object on every rank. The object is sent as a pickle. The objects of the other ranks are ignored.
+    """Return one rank's object on every rank. The object is sent as a pickle.
 
     Args:
-        obj: the root's object, which must be picklable.
+        obj: the root's object, which must be picklable; ignored on other ranks.
         src: the root, a rank of the default group. Without `src` and `group_src`, the root is rank 0 of the group.
         group: the group; None means the default group.
         group_src: the root, a rank of the group.
@@ -506,7 +501,7 @@ def _width(tensor: torch.Tensor) -> int:
 
 
 def _rows_of_all(name: str, tensors: Sequence[torch.Tensor], group: ProcessGroup) -> list[list[int]]:
-    """Gather the numbers of rows. Returns one list for each rank: how many rows each of the rank's tensors has."""
+    """Gather the numbers of rows. Returns one list for each rank, with the number of rows of each tensor."""
     for tensor in tensors:
         _check_has_rows(name, tensor, group)
     device = object_exchange.message_device(group, tensors[0].device)

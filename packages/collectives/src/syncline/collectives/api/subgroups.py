@@ -18,11 +18,10 @@ _LONGEST_REQUEST_BYTES = 1024
 
 
 def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | float | None = None) -> ProcessGroup | NonMember:
-    """Make a group of some ranks of the default group.
+    """Make a group of some ranks of the default group. Every rank of the default group calls this function.
 
     Args:
-        ranks: ranks of the default group, each once; None takes all. As in torch, the new group sorts its ranks in
-            ascending order.
+        ranks: ranks of the default group, each once; None takes all. As in torch, the new group sorts its ranks.
         timeout: the time limit of a collective, in seconds or as a timedelta; None takes the default group's limit.
 
     Returns:
@@ -45,11 +44,11 @@ def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | float | N
 def new_subgroups(
     group_size: int, group: ProcessGroup | None = None, timeout: timedelta | float | None = None
 ) -> tuple[ProcessGroup, list[list[int]]]:
-    """Divide a group into groups of `group_size` consecutive ranks.
+    """Divide a group into groups of `group_size` consecutive ranks. Every rank of the group calls this function.
 
     Returns:
-        The new group that this rank is in. Also, for each new group, the list of its ranks in the default group. (torch returns
-        handles of all groups, but a handle of a group that this rank is not in is of no use.)
+        The new group that contains this rank. Also, for each new group, the list of its ranks in the default group. (torch
+            returns handles of all groups instead.)
 
     Raises:
         InvalidArgumentError: the size does not divide the number of ranks.
@@ -71,10 +70,10 @@ def new_subgroups(
 def new_subgroups_by_enumeration(
     ranks_per_subgroup_list: Sequence[Sequence[int]], timeout: timedelta | float | None = None
 ) -> tuple[ProcessGroup | NonMember, list[list[int]]]:
-    """Make one group for each list of ranks of the default group. No rank may be in two lists.
+    """Make one group for each list of ranks of the default group. Every rank of the default group calls this function.
 
     Returns:
-        The new group that this rank is in (a `NonMember` if this rank is in no new group), and the lists.
+        The new group that contains this rank (a `NonMember` if there is none), and the lists.
 
     Raises:
         InvalidArgumentError: a rank is in two lists, or does not exist.
@@ -97,9 +96,7 @@ def new_subgroups_by_enumeration(
 def verify_request(group: ProcessGroup, request: str) -> None:
     """Check that all ranks of a group ask for the same new groups. Every rank of the group calls this function.
 
-    Cost: an all_reduce of 16 bytes. If the requests differ, the ranks also gather the first 1024 bytes of each request, in
-    two all-gathers. (A request may name all ranks. Without this limit, the gathered bytes would grow with the square of the
-    number of ranks.)
+    Cost: an all_reduce of 16 bytes. If the requests differ, also two all-gathers of at most 1024 bytes from each rank.
 
     Args:
         group: the group.

@@ -18,7 +18,7 @@ from .returned import PendingResult, all_reduce_copy_coalesced
 
 
 class _Entry(IntEnum):
-    """What a rank says in a roll call: an all-gather in which each rank says what it does next."""
+    """What a rank says in a roll call."""
 
     JOINED = 0
     CALL = 1
@@ -37,9 +37,8 @@ class UnevenCalls:
             all_reduce(...)                  all_reduce                ◄──► all_reduce of zeros
         last = calls.join()                  roll call: joined         ◄──► roll call: joined
 
-    A *roll call* is an all-gather of 16 bytes from each rank, in which each rank says what it does next. A rank announces each
-    collective right before the collective, with one of the `announce` methods. If no rank has joined, an announcement costs one
-    roll call.
+    In a *roll call*, an all-gather of 16 bytes from each rank, each rank says what it does next. Announce each collective right
+    before the collective, with an `announce` method. If no rank has joined, an announcement costs one roll call.
 
     Args:
         group: the group. All its ranks make their `UnevenCalls` at the same point of their programs.
@@ -54,8 +53,8 @@ class UnevenCalls:
         """Define a step: several collectives that are announced together. All ranks define the same steps in the same order.
 
         Args:
-            shadow: a method that calls the collectives of the step, with zeros. On a rank that has joined, `join` calls this
-                method when other ranks announce the step. `UnevenCalls` keeps only a weak reference to the method's object.
+            shadow: a method that calls the collectives of the step with zeros. A joined rank calls it when other ranks announce
+                the step. `UnevenCalls` keeps only a weak reference to the method's object.
 
         Returns:
             The step's number, for `announce_step`.
@@ -78,7 +77,7 @@ class UnevenCalls:
             self._tell(([(tuple(tensor.shape), tensor.dtype, tensor.device.type) for tensor in tensors], op))
 
     def announce_complete(self, what: str) -> None:
-        """Announce a collective that needs the tensors of all ranks, so that joined ranks cannot take part with zeros.
+        """Announce a collective in which joined ranks cannot take part with zeros.
 
         Raises:
             MisuseError: a rank has joined. Ranks that have not joined raise this error.
@@ -92,7 +91,7 @@ class UnevenCalls:
             )
 
     def announce_step(self, number: int) -> PendingResult[None]:
-        """Announce a step: start a roll call, and do not wait for the roll call. The step may begin at once.
+        """Announce a step: start a roll call without waiting for it. The step may begin at once.
 
         Wait for the returned `PendingResult` at the end of the step. Its `wait` raises a `DisagreementError` if another rank
         announced another step, or a single collective.
@@ -104,8 +103,7 @@ class UnevenCalls:
         """Take part in the calls of other ranks until all ranks have joined. A rank calls this method when it has no work left.
 
         Returns:
-            The rank that had work for the longest time. If several ranks finished last together, the largest of these ranks.
-            All ranks return the same number.
+            The rank that had work for the longest time; of several such ranks, the largest. The same number on all ranks.
         """
         while True:
             present, entries = self._hear(*self._issue(_Entry.JOINED, 0))

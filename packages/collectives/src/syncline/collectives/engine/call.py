@@ -20,18 +20,16 @@ from .cancel_scope import CancelScope
 
 
 class Signature(NamedTuple):
-    """The properties of a call of a collective, without the tensors. A group finds the plan for a call by the signature.
-
-    The class is a tuple because every call makes a signature, and a frozen dataclass would take four times as long to make.
+    """The properties of a call of a collective, without the tensors. A group keeps one plan for each signature.
 
     Attributes:
         name: the method's name, such as "all_reduce".
-        op: the reduction; None if the collective has no reduction.
-        root: the root's rank in the group; None if the collective has no root.
-        dtype: the dtype of the main tensor (the argument `tensor` or `output` of the method); None if the call has no tensor.
+        op: the reduction, or None.
+        root: the root's rank in the group, or None.
+        dtype: the dtype of the main tensor (the method's argument `tensor` or `output`); None if the call has no tensor.
         shape: the shape of the main tensor; empty if the call has no tensor.
         device_type: the type of device on which the call's tensors are, such as "cpu".
-        detail: other facts that must be equal on all ranks, such as "dtype=torch.int8"; empty if there are none.
+        detail: other facts that must be equal on all ranks, such as "dtype=torch.int8", or "".
         splits: for an all-to-all, how many elements this rank receives from each rank, and how many it sends to each rank.
             Splits may differ between ranks.
     """
@@ -49,7 +47,7 @@ class Signature(NamedTuple):
     def of(
         cls, name: str, tensor: torch.Tensor, op: Reduction | None = None, root: int | None = None, detail: str = ""
     ) -> Signature:
-        """Return the signature of a call whose main tensor is `tensor`."""
+        r"""Return the signature of a call with this main tensor."""
         return cls(name, op, root, tensor.dtype, tensor.shape, device_type_of(tensor), detail)
 
     # Read `reduction` only if the collective has a reduction, `root_rank` only if it has a root, `element_dtype` only if it has
@@ -87,8 +85,7 @@ class Signature(NamedTuple):
         """Return a checksum of 32 bits. If two ranks get different checksums, their calls do not match.
 
         The checksum covers the method, the reduction, the root, the detail, and the main tensor's dtype and number of elements.
-        The checksum leaves out the shape, because the shape may differ between ranks, as in torch.distributed. The ranks
-        compare shapes only if the group has the option `check_calls`.
+        As in torch.distributed, the shape may differ between ranks.
         """
         return _digest(self)
 
@@ -134,22 +131,19 @@ _LIBRARIES = ("syncline.", "torch.")
 class Call:
     """One call of a collective that this rank has issued.
 
-    The caller's thread or the group's thread runs the call. The monitor (`health.monitor`) can end the call's waits through
-    `scope`. The recorder (`health.recorder`) keeps this object after the call has ended. So the object drops its references to
-    tensors when the call ends. Otherwise the recorder would keep the tensors' memory alive.
+    The recorder (`health.recorder`) keeps this object after the call has ended, so the object then drops its references to
+    tensors.
 
     Args:
-        signature: says which collective is called, with which reduction, root, dtype and shape.
-        number: the call's number on this rank, from 0. Only calls that all ranks of the group issue have a number; other calls
-            have None.
+        signature: the kind of the collective, with its reduction, root, dtype and shape.
+        number: the call's number on this rank, from 0; None for calls that not all ranks of the group issue.
         reads: tensors that the call only reads.
         writes: tensors that the call writes, or reads and writes.
-        mark: a text for errors and for the comparison of calls; see `ProcessGroup.marked`. The mark is not part of the
-            signature, because calls with and without a mark use the same plan.
+        mark: a text for errors and for the comparison of calls, or None; see `ProcessGroup.marked`.
 
     Attributes:
-        position: the call's index, from 0, in the order in which the group runs its calls. Only calls with a number are
-            counted. None before the call begins, or if the call has no number.
+        position: the call's index, from 0, in the order in which the group runs its calls with a number. None before the call
+            begins, or without a number.
         state: QUEUED, RUNNING, DONE or FAILED.
         issued_at: seconds since the epoch, by this rank's clock.
         scope: ends the call's waits; None before the call begins.
@@ -196,20 +190,17 @@ class Call:
         self.reads = self.writes = ()
 
     def release(self) -> None:
-        """Drop the references to the tensors.
-
-        If the call still runs on a device, the device's stream keeps the tensors' memory until the call is over.
-        """
+        """Drop the references to the tensors. If the call still runs on a device, the device's stream keeps their memory."""
         self.reads = self.writes = ()
 
     def digest(self) -> int:
-        """Return a checksum of 32 bits of the signature and, if the call has a mark, of the mark."""
+        """Return a checksum of 32 bits of the signature and the mark."""
         digest = self.signature.digest()
         return digest if self.mark is None else crc32(self.mark.encode(), digest)
 
     @property
     def words(self) -> str:
-        """The signature as text: "all_reduce(float32[10, 3], op=SUM)". If the call has a mark, the text ends with the mark."""
+        """The signature and the mark as text: "all_reduce(float32[10, 3], op=SUM)"."""
         words = str(self.signature)
         if self.mark is None:
             return words
@@ -221,7 +212,7 @@ class Call:
         return self.words if self.number is None else f"{self.words}, number {self.number}"
 
     def record(self) -> CallRecord:
-        """Return a record of this call, for reports and for other ranks."""
+        """Return a record of this call."""
         signature = self.signature
         return CallRecord(
             self.number,
@@ -259,18 +250,7 @@ def _users_line() -> tuple[CodeType | None, int]:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """A record of one call of one rank, for reports and for other ranks.
-
-    Attributes:
-        number: as `Call.number`.
-        position: as `Call.position`.
-        name: the method's name, such as "all_reduce".
-        words: as `Call.words`.
-        digest: as `Call.digest`.
-        state: as `Call.state`.
-        issued_at: as `Call.issued_at`.
-        where: as `Call.where`.
-    """
+    """A record of one call of one rank, for reports and for other ranks. Its attributes are those of `Call`."""
 
     number: int | None
     position: int | None

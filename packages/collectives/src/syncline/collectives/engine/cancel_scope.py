@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def seconds(timeout: timedelta | float | None, default_s: float = DEFAULT_TIMEOUT_S) -> float:
-    """Convert a `timeout` argument to seconds. The argument is a number of seconds, or a timedelta as in torch.
+    """Convert a `timeout` argument, a number of seconds or a timedelta, to seconds.
 
     None becomes `default_s`. Longer times than 30 years, and infinity, become 30 years.
 
@@ -58,13 +58,13 @@ class CancelScope:
 
     Args:
         timeout_s: the time limit of the wait, in seconds from now.
-        ask: returns an exception if the wait can never succeed, or None. The waiting thread calls `ask` now and then. If
-            `ask` returns an exception, the scope ends with this exception.
+        ask: returns an exception if the wait can never succeed, or None. `check` calls `ask` now and then. An exception ends
+            the scope.
 
     Attributes:
-        ask: the argument `ask`. The function keeps the group alive, so set this attribute to None if you keep the scope.
-        reason: the exception with which `cancel` was called, or that `ask` has returned. None if there is none.
-        was_noticed: whether `check` has raised an error. The monitor (`health.monitor`) then gives the call more time to end.
+        ask: the argument `ask`. It may keep a group alive, so set it to None if you keep the scope.
+        reason: the exception that `cancel` got or `ask` returned, or None.
+        was_noticed: whether `check` has raised an error.
     """
 
     # Every call makes a scope, and most calls end before any check. Defaults are in the class, so that a scope costs little.
@@ -91,7 +91,7 @@ class CancelScope:
 
         Args:
             limit_s: seconds from now.
-            ask: as the constructor's argument. None: the new scope uses the `ask` of this scope.
+            ask: as the constructor's argument. None takes the `ask` of this scope.
         """
         part = CancelScope(min(self.remaining_s(), limit_s), ask or self.ask)
         part._outer = self
@@ -143,8 +143,7 @@ def start_thread(thread: threading.Thread) -> None:
     """Start a thread.
 
     Raises:
-        RuntimeError: there are too many threads, or the interpreter ends, so that no thread can start. (Before Python 3.12,
-            `Thread.start` waits for ever if the interpreter ends.)
+        RuntimeError: no thread can start: there are too many threads, or the interpreter ends.
     """
     if sys.is_finalizing():
         raise RuntimeError("no thread can start while the interpreter ends")
@@ -152,17 +151,14 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 class DetachedCall(Generic[T]):
-    """Calls a function once, on a new thread. If the function never returns, the thread stays blocked.
+    """Calls a function once, on a new daemon thread. If the function never returns, the thread stays blocked.
 
-    Use this class for a library function that may block in C code, where nothing can stop it. The method `wait` waits only
-    until its scope ends, even if the function does not return.
-
-    At the end of the process, an exit handler waits at most 5 seconds for the threads of all such calls. Otherwise a thread
-    that is inside torch could crash the process while the interpreter shuts down.
+    Use this class for a library function that may block in C code. `wait` waits only until its scope ends, even if the function
+    does not return. At exit, the process waits at most 5 seconds for the threads of all such calls.
 
     Args:
         function: the function to call. After the call, this object keeps no reference to the function.
-        name: the name of the thread, which is a daemon.
+        name: the name of the thread.
         context: returns a context manager. The thread calls the function inside this context.
 
     Attributes:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class DelegatingGroup(ProcessGroup):
-    """Passes every call on to one of its member groups. All member groups have the same ranks.
+    """Passes every call on to one of its member groups.
 
     Args:
         groups: the member groups, at least one. All have the same ranks in the same order.
@@ -120,8 +120,7 @@ class DelegatingGroup(ProcessGroup):
 class PerDeviceGroup(DelegatingGroup):
     """A group with one member group for each type of device. A barrier runs on the first member group.
 
-    Each member group runs its calls in one order, which is the same on every rank. Calls of different member groups may run in
-    any order.
+    Calls of different member groups may run in any order.
 
     Args:
         groups: the member group for each type of device ("cpu", "cuda"). All have the same ranks.
@@ -155,7 +154,7 @@ class PerDeviceGroup(DelegatingGroup):
         return self.groups["cpu"].meeting_store() if "cpu" in self.groups else None
 
     def describe(self) -> str:
-        """Return the descriptions of all member groups, each with its type of device."""
+        r"""As `ProcessGroup.describe`, for each type of device."""
         return "; ".join(f"{device_type} by {group.describe()}" for device_type, group in self.groups.items())
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -163,7 +162,7 @@ class PerDeviceGroup(DelegatingGroup):
         return self.groups[torch.device(device).type].allocate(numel, dtype, device)
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
-        """Return the algorithm of the member group that serves the tensor's device; see `ProcessGroup.algorithm_of`."""
+        """As `ProcessGroup.algorithm_of`, of the member group that serves the tensor's device."""
         return self._choose(tensor.device.type).algorithm_of(name, tensor)
 
     @override
@@ -230,11 +229,8 @@ class PerDeviceGroup(DelegatingGroup):
 class RoundRobinGroup(DelegatingGroup):
     """Passes its calls on to its member groups in turn, so that several collectives can run at the same time.
 
-    Each member group runs its calls in one order, which is the same on every rank. Calls of different member groups may run in
-    any order.
-
-    A call in a callback of a future raises a `MisuseError`. The reason: callbacks run at different times on different ranks, so
-    the ranks could choose different member groups. In a callback, call a method of one of the `groups` directly.
+    Calls of different member groups may run in any order. A call in a callback of a future raises a `MisuseError`, because the
+    ranks could choose different member groups. In a callback, call a method of one of the `groups` directly.
 
     Args:
         groups: the member groups, at least one. All have the same ranks in the same order.
@@ -267,12 +263,12 @@ class RoundRobinGroup(DelegatingGroup):
         return frozenset.intersection(*(group.device_types for group in self.groups))
 
     def describe(self) -> str:
-        """Return the number of member groups, and a description of the first member group."""
+        r"""Return the number of member groups, and a description of the first member group."""
         return f"{len(self.groups)} groups in turn: {self.groups[0].describe()}"
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
-        """Compare the calls of each member group separately, because each member group has its own order of calls."""
+        """Compare the calls of each member group separately."""
         works = [work for group in self.groups if (work := group.agree_on_calls(async_op=True)) is not None]
         return self._together(works, "agree_on_calls", async_op) if works else None
 

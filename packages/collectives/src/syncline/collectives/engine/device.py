@@ -1,6 +1,6 @@
 """`DeviceRuntime`: an interface to the streams, events and copies of one type of accelerator.
 
-`transports.cuda` implements the interface for CUDA. Tests use a fake device, so they need no accelerator.
+`transports.cuda` implements the interface for CUDA.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Event(ABC):
 
 
 class Stream(ABC):
-    """A stream of a device. The device runs the operations of a stream one after the other, in the order of their issue.
+    """A stream of a device, which runs its operations in the order of their issue.
 
     Attributes:
         device: the stream's device.
@@ -47,9 +47,9 @@ class Stream(ABC):
 
     @abstractmethod
     def current(self) -> AbstractContextManager[object]:
-        """Return a context manager that makes this stream the calling thread's current stream.
+        """A context manager that makes this stream the calling thread's current stream.
 
-        Inside the context, the thread's operations run on this stream, and memory that they allocate belongs to this stream.
+        Memory that operations allocate inside the context belongs to this stream.
         """
 
     @abstractmethod
@@ -57,14 +57,11 @@ class Stream(ABC):
         """Record an event after all operations that the stream holds now."""
 
     def run(self, body: Callable[[], None], after: Event | None) -> Event:
-        """Call `body` with this stream as the current stream. The operations of `body` start after the event `after`.
+        """Call `body` with this stream as the current stream, and return the event after the last operation of `body`.
 
         Args:
             body: may allocate memory, which then belongs to this stream.
-            after: an event of another stream. None if `body` uses only its own memory.
-
-        Returns:
-            The event after the last operation of `body`.
+            after: an event of another stream, for which the operations of `body` wait. None if `body` uses only its own memory.
         """
         if after is not None:
             self.wait_for(after)
@@ -80,8 +77,8 @@ class Stream(ABC):
             future: gets `tensors` as its value.
             tensors: the outputs.
             done: an event of this stream.
-            captured: whether the device captures `done` into a graph. If so, this method must not use another stream. A capture
-                requires that all its streams are joined at the end, and the caller joins only the streams that it knows.
+            captured: whether `done` is captured into a graph. Then this method must not use another stream, because a capture
+                requires that all its streams are joined at the end.
         """
 
 
@@ -109,8 +106,7 @@ class DeviceRuntime(ABC):
 
         Args:
             device: the stream's device.
-            is_own: True: no other code uses the stream, and the stream has a high priority, so that communication does not wait
-                for computation. False: other code may use the stream, too.
+            is_own: True: a stream of high priority that no other code uses. False: other code may use the stream, too.
         """
 
     @abstractmethod
@@ -130,7 +126,7 @@ class DeviceRuntime(ABC):
         """Prevent reuse of the tensor's memory until `stream` has finished the operations that it holds now."""
 
     def order(self, tensors: Sequence[torch.Tensor]) -> StreamOrder:
-        """Return the `StreamOrder` for a collective that the host runs on these tensors. All are on this type of device."""
+        """Return the `StreamOrder` for a collective that the host runs on these tensors, all on this type of device."""
         return StreamOrder(self, [(tensor, self._stream_of(tensor.device)) for tensor in tensors])
 
     def _stream_of(self, device: torch.device) -> Stream:
@@ -146,10 +142,9 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def background(self, device: torch.device) -> AbstractContextManager[object]:
-        """Return a context manager for the thread of a group.
+        """A context manager for the thread of a group: `device` is the current device.
 
-        Inside the context, `device` is the current device. Otherwise the thread's calls of the driver would take memory on
-        device 0. The context also keeps calls of this thread from breaking a graph capture of another thread.
+        Calls inside the context do not break a graph capture of another thread.
         """
 
     @abstractmethod
@@ -185,7 +180,7 @@ class StreamOrder:
     Note [Order on the device]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~
     A collective may run on another thread, after the program has issued later operations. But in the device's stream, the
-    collective must come between the operations that the program issued before and after the call. Five steps keep this order:
+    collective must come between the operations before and after the call. Five steps keep this order:
 
     1. The constructor, on the thread that issues the call: record events on the thread's current streams.
     2. The start of `entered`, on the thread that runs the collective: make the group's streams current, and let them wait for
@@ -229,7 +224,7 @@ class StreamOrder:
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """Return a context manager that makes the group's streams current again, after the collective."""
+        """A context manager that makes the group's streams current again, after the collective."""
         with ExitStack() as entered:
             for stream in self._streams:
                 entered.enter_context(stream.current())

@@ -42,17 +42,13 @@ _ERROR_S = 10.0
 class EngineGroup(ProcessGroup, Inherited):
     """The common base of the groups that carry out calls themselves.
 
-    A group keeps a `Plan` for each signature, a record of the last calls, and the first failure. A group also keeps a digest of
-    all its calls, which the ranks compare (see `health.agreement`).
-
-    `HostGroup` runs calls one after the other on the host. `transports.nccl.group.NcclGroup` puts calls on a stream of a GPU.
+    It keeps a `Plan` for each signature, a record of the last calls, the first failure, and a digest of all calls, which the
+    ranks compare (see `health.agreement`).
 
     Args:
         carrier: exchanges numbers and texts between the ranks.
-        compares_later: whether the ranks compare all their calls now and then. False if the ranks compare each call before it
-            runs.
-        count: counts the calls that have begun. A rank that leaves the job sends this number to the other ranks. None: make a
-            new counter.
+        compares_later: whether the ranks compare all their calls now and then. False if they compare each call before it runs.
+        count: counts the calls that have begun, for ranks that leave the job. None: make a new counter.
         liveness: finds out which ranks are lost; None if the group cannot find this out.
 
     Attributes:
@@ -193,7 +189,7 @@ class EngineGroup(ProcessGroup, Inherited):
             raise self._words.not_started(signature, failure)
 
     def _reported(self, failure: BaseException) -> BaseException:
-        """Write a report. Returns the failure, whose text then names the report's folder if it is a `SynclineError`."""
+        """Write a report. Return the failure; if it is a `SynclineError`, its text then names the report's folder."""
         # An elastic training handles this loss itself. A report for each such loss would hide the real failures.
         if self._losses_are_expected and isinstance(failure, TransportError):
             return failure
@@ -232,13 +228,13 @@ class EngineGroup(ProcessGroup, Inherited):
 
         If a rank does not come in time, this method raises no error, but communicators of MPI stay open until the process ends.
 
-        If another thread is closing the group already, this method waits for that thread and then does nothing. (In a callback
-        of another group, this method does not wait.)
+        If another thread is closing the group already, this method waits for that thread, except in a callback of another
+        group.
 
         Raises:
             DisagreementError: the ranks have made different calls, or another rank makes a further call while this rank closes.
             SynclineError: a call that was in flight has failed.
-            MisuseError: the method was called in a callback of this group, so it would wait for this callback for ever.
+            MisuseError: the method was called in a callback of this group.
         """
         if self._queue.is_running_here():
             raise MisuseError(f"close on {self.place()} was called from a future's callback; call it after wait(), or abort()")
@@ -268,7 +264,7 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @abstractmethod
     def _meet_before_close(self) -> None:
-        """Wait until the other ranks close the group, too, and compare all calls with them. Some groups need to do neither.
+        """Wait until the other ranks close the group, too, and compare all calls with them, if this group needs it.
 
         It is no error if a rank does not come.
         """

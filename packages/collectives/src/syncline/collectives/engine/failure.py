@@ -1,4 +1,4 @@
-"""The texts of a group's errors. Each text names the call, the problem and, if it is known, the rank with the problem."""
+"""The texts of a group's errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .call import Call, Signature
 
 
 class FailureWords:
-    """Turns errors of a transport into errors of a group. The group's errors name the call and the lost ranks.
+    """Turns errors of a transport into errors of a group, which name the call and the lost ranks.
 
     Args:
         place: names this rank and the group, such as "rank 0 of 2 in group 'default'".
@@ -25,7 +25,7 @@ class FailureWords:
         """Return the error that the group raises after `error` has ended a call.
 
         - A `TimeoutError` of the transport becomes a `CollectiveTimeout`.
-        - A `SynclineError` gets a new text, which begins with the call. If a rank is lost, a `TransportError` also becomes a
+        - A `SynclineError` gets a new text, which begins with the call. If a rank is lost, a `TransportError` becomes a
           `RankLostError`.
         - All other errors, such as Ctrl-C or a bug, are not changed.
 
@@ -33,8 +33,6 @@ class FailureWords:
 
             all_reduce(float32[4], op=SUM), number 3 on rank 0 of 2 in group 'default': rank(s) 1 (pid 16893 on node7) ended, or
             cannot be reached any more; look there for what ended it
-
-        The next lines of the text say where to look for the cause, and in which folder the reports are.
         """
         # Transports raise Python's own TimeoutError, because they know neither the call nor the group.
         if isinstance(error, TimeoutError):

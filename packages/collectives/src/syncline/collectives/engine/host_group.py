@@ -63,35 +63,26 @@ _given_up: deque[BaseException] = deque(maxlen=GIVEN_UP_KEPT)
 class HostGroup(EngineGroup):
     """A `ProcessGroup` that runs its calls one after the other, with the plans of a `Transport`.
 
-    The base class `EngineGroup` defines attributes such as `_queue`, `_plans`, `recorder` and `_words`. Groups over MPI, Gloo
-    and threads belong to the subclass `membership.ShrinkableGroup`. This subclass only adds methods that make a new group when
-    ranks are lost or join.
-
     The steps of a call::
 
         _issue ─ queue: this thread or the queue's ─► _run ─ agreement ─ _move: find the plan, pack, run it, unpack
 
     [1] `_issue` makes the `Call`, which notes the line of the user's program. With `async_op=False` and no call in flight, the
-        call runs on the caller's thread, because a switch to another thread takes longer than a small collective. Otherwise the
-        call is queued.
-    [2] `_run` runs when it is the call's turn. `_run` sets the call's time limit, and adds the call to the history that the
-        ranks compare.
-    [3] `_move` looks for the plan, the object that carries out all calls with this signature. If there is no plan yet, the
-        transport makes it. The plan moves the data.
-    [4] An error in [2] or [3] is the group's first failure. Afterwards the state of the transport is unknown. So every later
-        call fails, with an error that shows the first failure.
+    call runs on the caller's thread. Otherwise the call is queued. [2] `_run` runs when it is the call's turn. It sets the
+    call's time limit, and adds the call to the history that the ranks compare. [3] `_move` looks for the plan of the call's
+    signature, or lets the transport make it. The plan moves the data. [4] An error in [2] or [3] is the group's first failure.
+    Afterwards the state of the transport is unknown, so every later call fails with an error that shows the first failure.
 
     Sends and receives do not go through the queue. They start at once, on the caller's thread.
 
     Args:
         transport: moves the tensors.
         device: the runtime of a type of device, such as CUDA. The group then accepts tensors on these devices and in host
-            memory. None: the group accepts only tensors in host memory. See Note [Order on the device] in `device`.
+            memory. None: only tensors in host memory. See Note [Order on the device] in `device`.
         check_calls: whether the ranks compare each call, with its shapes, before the call runs.
-        leavers: knows which ranks have left the job; None if the group cannot know this. See Note [Who will not come] in
-            `health.leaving`.
-        liveness: finds out which ranks are lost; None if the group cannot find this out. If it is given, the monitor thread
-            (`health.monitor`) watches the group's running call.
+        leavers: knows which ranks have left the job, or None. See Note [Who will not come] in `health.leaving`.
+        liveness: finds out which ranks are lost, or None. If given, the monitor thread (`health.monitor`) watches the group's
+            running call.
     """
 
     def __init__(
@@ -147,7 +138,7 @@ class HostGroup(EngineGroup):
 
     @property
     def device_types(self) -> frozenset[str]:
-        """The types of devices whose tensors the group accepts: the CPU and, if the group has a `device`, its type."""
+        """The CPU and, if the group has a `device`, the type of this device."""
         return self._device_types
 
     @override
@@ -171,8 +162,7 @@ class HostGroup(EngineGroup):
 
         Args:
             options: the options that change how the ranks communicate.
-            stall_warning_s: if one call takes longer than this many seconds, rank 0 logs which ranks wait for which ranks. 0:
-                never.
+            stall_warning_s: as in `warn_of_stalls`.
         """
         super().start(options)
         self.warn_of_stalls(stall_warning_s)
@@ -355,7 +345,7 @@ class HostGroup(EngineGroup):
     # ---- memory ----
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        """As `ProcessGroup.allocate`. The transport allocates host memory, in a call that takes its turn like a collective."""
+        """As `ProcessGroup.allocate`. Allocating host memory takes its turn like a collective."""
         # The transport has fast memory only on the host; torch allocates the rest.
         if torch.device(device).type != "cpu":
             return super().allocate(numel, dtype, device)
@@ -486,7 +476,7 @@ class HostGroup(EngineGroup):
     def _meet_at_close(self, call: Call) -> None:
         """Compare all calls with the other ranks, and find out whether all ranks close the group.
 
-        It is no error if a rank does not come: the rank may still compute, or may have ended without closing.
+        It is no error if a rank does not come.
         """
         longest_s = _CLOSE_S if self._compares_later else _FREE_S
         scope = call.scope.within(longest_s, self._why_sender_will_not_send)
@@ -546,7 +536,7 @@ class HostGroup(EngineGroup):
     # ---- failures ----
 
     def _fail(self, error: BaseException, call: Call) -> NoReturn:
-        """Let the group fail, and raise the call's error: see [4] in `HostGroup`. `engine.failure` makes the error's text."""
+        """Let the group fail, and raise the call's error: see [4] in `HostGroup`."""
         call.is_over(FAILED)
         if error is self._first_failure:  # from `abort`, which has already told the other ranks
             _given_up.append(error)
@@ -567,10 +557,7 @@ class HostGroup(EngineGroup):
         raise failure from failure.__cause__
 
     def _on_failure(self, failure: BaseException) -> None:
-        """Do nothing. The group calls this method once, when the group has failed.
-
-        The method of `membership.ShrinkableGroup` tells the other ranks: it writes an alarm into the group's store.
-        """
+        """Do nothing. Called once, when the group has failed. `membership.ShrinkableGroup` tells the other ranks here."""
 
     def _why_sender_will_not_send(self) -> TransportError | None:
         """Return an error if another rank is lost or has left the job, so that its message will never come."""
@@ -582,10 +569,7 @@ class HostGroup(EngineGroup):
         return next(filter(None, (self._leavers.transfer_reason_to_give_up([peer]) for peer in others)), None)
 
     def _why_call_cannot_end(self) -> TransportError | None:
-        """Return an error if the running call cannot end, because another rank is lost, has left the job or has failed.
-
-        The thread that runs the call calls this method.
-        """
+        """Return an error if the running call cannot end, because another rank is lost, has left the job or has failed."""
         # A notice of a rank that left in order says more than the end of its process, so notices come first.
         reason = None if self._leavers is None else self._leavers.reason_to_give_up()
         # This rank's own knowledge comes before an alarm, because an alarm costs a request to the store.
@@ -642,10 +626,8 @@ class GroupWork(PendingWork):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Block until the call is finished.
 
-        In two cases this thread itself runs the queued calls of the group, up to the call of this work:
-
-        - the thread runs a callback of the group;
-        - `timeout` is None, and no other thread runs a call of the group.
+        This thread itself runs the queued calls of the group, up to this call, in two cases: inside a callback of the group,
+        and if `timeout` is None while no other thread runs a call of the group.
         """
         if self._queue.is_running_here():
             # Inside a callback this thread has the turn, so no other thread can run the queued call.

@@ -11,14 +11,13 @@ T = TypeVar("T")
 
 
 class LivingSet(Generic[T]):
-    """A set of the objects that are still alive. The set has only weak references to its objects.
+    """A set of weak references to objects. Any thread, a signal handler or the garbage collector may use it at any time.
 
-    `weakref.WeakSet` raises an error if one thread adds an object while another thread iterates over the set. This class does
-    not, and needs no lock: each step is one operation of a `dict`, which Python does not interrupt. So a signal handler or the
-    garbage collector may use the set while another method runs.
+    Unlike `weakref.WeakSet`, the set may change while a thread iterates over it. It needs no lock.
     """
 
     def __init__(self) -> None:
+        # Each method uses one operation of this dict at a time, which Python does not interrupt.
         self._references: dict[int, weakref.ref[T]] = {}
 
     def add(self, thing: T) -> None:
@@ -34,12 +33,10 @@ class LivingSet(Generic[T]):
         self._references.clear()
 
     def __iter__(self) -> Iterator[T]:
-        """Iterate over the objects that are in the set now, in the order of addition. Leave out objects added later."""
         things = [reference() for reference in list(self._references.values())]
         return iter([thing for thing in things if thing is not None])
 
     def __len__(self) -> int:
-        """Return the number of objects."""
         return len(self._references)
 
 

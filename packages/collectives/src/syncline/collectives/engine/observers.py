@@ -55,8 +55,8 @@ class ObservedCall:
         name: the method's name, such as "all_reduce".
         group: the group of the call.
         started: when the method was called.
-        finished: when the call ended. None while the call is in flight. An asynchronous send or receive keeps None if the
-            transfer had not ended when the method returned.
+        finished: when the call ended. None while the call is in flight, and always None for a send or receive that had not
+            ended when the method returned.
     """
 
     __slots__ = ("finished", "group", "name", "started")
@@ -90,10 +90,10 @@ _here = _Here()
 
 
 def observe_calls(observer: Observer) -> Callable[[], None]:
-    """Call `observer` after each call of a collective, send or receive in this process.
+    """Call `observer` after each call of a collective, send or receive in this process, on the thread of the call.
 
-    The thread that has issued the call runs the observer. If a call makes other calls, the observer gets only the outermost
-    call. The observer must be quick, and must not communicate.
+    If a call makes other calls, the observer gets only the outermost call. The observer must be quick, and must not
+    communicate.
 
     Returns:
         A function that stops the observation.
@@ -112,8 +112,8 @@ def shown_to_observers(method: Method) -> Method:
 
     The decorator also handles two special kinds of tensors, see Note [Tensors that are no memory] in `tensors.checks`:
 
-    - If an argument only stands for a tensor, as the result of a functional collective does, the method gets the tensor itself.
-    - If an argument has no values (a FakeTensor), the call communicates nothing, and returns a finished work.
+    - The result of a functional collective is replaced by its tensor.
+    - With a FakeTensor, the call communicates nothing, and returns a finished work.
     """
     name = method.__name__
 

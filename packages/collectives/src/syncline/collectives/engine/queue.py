@@ -35,49 +35,37 @@ _IN_CALLBACK = sys.maxsize
 class Queue:
     """Runs tasks in the order of issue, one at a time.
 
-    The caller's thread runs a task if no other task is in flight. Otherwise the queue's thread runs the task.
+    The caller's thread runs a task if no other task is in flight. Otherwise the queue's thread, a daemon, runs the task.
 
     Note [One total order]
     ~~~~~~~~~~~~~~~~~~~~~~
     The tasks of one queue are the calls of one group. They run in one order:
 
-    1. Tasks issued outside of callbacks run in the order in which `run_here` and `enqueue` were called.
-    2. While a task and its future's callbacks run, no other task starts: the running thread has the turn (it holds the lock
-       `_turn`), and `_running_on` names this thread. Only the thread that has the turn takes tasks out of the queue. While
-       tasks are queued, `run_here` runs nothing, so queued tasks come before tasks that are issued later.
-    3. A task issued *from a callback of a running task* runs at once, on the thread of the callback, inside the callback. On
-       every rank such a task comes before all queued tasks. So the callback may wait for the new task.
-    4. If a callback waits for the work of a queued task, or for a future that depends on this task, the callback's thread runs
-       the queue up to this task (`run_until`). But if the callback waits for a future that torch makes, such as the future of
-       `torch.futures.collect_all`, the thread does not run the queue.
-    5. A thread that runs no callback may wait for a work while the turn is free. Then this thread takes the turn, and runs the
-       queue itself up to the task of this work (`help`), because waking another thread takes longer than a small collective.
-       The thread does not run the callbacks of these tasks, because a callback may want a lock that the thread holds. Instead,
-       the thread hands the callbacks over to the queue's thread (`hand_over`), and stops. The queue's thread runs the callbacks
-       before all queued tasks. So calls that the callbacks issue come in the same order as if the queue's thread had run the
-       task.
+    1. Tasks issued outside of callbacks run in the order of issue.
+    2. While a task and the callbacks of its future run, no other task starts. The running thread has the turn (it holds the
+       lock `_turn`). Only the thread that has the turn takes tasks out of the queue.
+    3. A task issued *from a callback of a running task* runs at once, inside the callback, before all queued tasks. So the
+       callback may wait for the new task.
+    4. If a callback waits for a queued task, or for a future that depends on this task, the callback's thread runs the queue up
+       to this task (`run_until`). This does not work for futures that torch makes, such as `torch.futures.collect_all`.
+    5. If a thread outside of callbacks waits for a work while the turn is free, this thread runs the queue up to this work's
+       task (`help`), because waking another thread takes longer than a small collective. The callbacks of these tasks may want
+       a lock that the waiting thread holds. So the thread hands them over to the queue's thread (`hand_over`), and stops. The
+       queue's thread runs them before all queued tasks.
 
-    Every rank must issue the same calls from its main thread, and attach the same callbacks to each call before it issues the
-    next call. Then the order is the same on every rank, however threads are scheduled. Calls that a call's callbacks issue come
-    after this call and before the next call of the main thread. (If a callback is attached to a call that is already over, the
-    callback runs at once, on the thread that attaches it. This thread has not issued its next call yet, so the order is the
-    same.)
+    Every rank must issue the same calls from its main thread, and attach the same callbacks to each call before the next call.
+    Then the order is the same on every rank: calls from a call's callbacks come after this call and before the next call of the
+    main thread.
 
     Note [Late callbacks]
     ~~~~~~~~~~~~~~~~~~~~~
     A program attaches a callback to the work of a call. The callback is late if the group has issued other calls in between.
-    One rank may run a late callback before these other calls, and another rank after them. If the callback issued a call, the
-    order of calls could differ between ranks. So the queue refuses calls from a late callback. Whether a callback is late
-    depends only on counts of calls, so all ranks take the same decision.
+    One rank may run a late callback before these other calls, and another rank after them. So the queue refuses calls from late
+    callbacks. All ranks decide alike, because only counts of calls matter.
 
-    If the program has already waited for the work, the callback runs at once on every rank, and is not late. This is also true
-    for callbacks of the futures that `then` returns. The queue cannot see callbacks of a future that torch makes from our
-    futures, such as the future of `torch.futures.collect_all`.
-
-    A queued task never raises, because it stores its own outcome. In `run_here`, an error of the task reaches the caller.
-
-    The queue's thread starts with the first queued task. The thread is a daemon, so that it does not keep a failed process
-    alive.
+    If the program has already waited for the work, the callback runs at once on every rank, and is not late. The queue also
+    guards callbacks of the futures that `then` returns, but not of futures that torch makes, such as
+    `torch.futures.collect_all`.
 
     Args:
         name: the name of the thread.
@@ -108,6 +96,8 @@ class Queue:
     def run_here(self, task: Callable[..., None], *arguments: object) -> bool:
         """Run a task on this thread, if no other task must run before it, or if this thread already runs a task.
 
+        An error of the task reaches the caller.
+
         Returns:
             True if the task was run. If False, call `enqueue`.
         """
@@ -132,10 +122,9 @@ class Queue:
         return True
 
     def run_in_turn(self, task: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Wait until no other thread runs a task, and then run this task here. Meanwhile, no other task starts.
+        """Wait until no other thread runs a task, run this task on this thread, and return the task's result.
 
-        Returns:
-            The task's result. An error of the task reaches the caller.
+        An error of the task reaches the caller.
         """
         # Inside a task, this thread already has the turn, so taking the lock would block for ever.
         if self._running_on == get_ident():
@@ -149,6 +138,8 @@ class Queue:
 
     def enqueue(self, task: Task) -> bool:
         """Let the queue's thread run a task after all earlier tasks. In a callback, run the task at once on this thread.
+
+        The task must not raise an error: it stores its own outcome.
 
         Returns:
             False if `stop` was called, so that the task will not run.
@@ -182,9 +173,8 @@ class Queue:
     def help(self, is_done: Callable[[], bool]) -> None:
         """Run queued tasks in order, on a thread that waits for one of these tasks.
 
-        The method returns when `is_done()` is true, when the queue is empty, or when another thread has the turn. It also
-        returns when a task has handed over callbacks, because the queue's thread must run these callbacks first. See point 5 of
-        Note [One total order].
+        The method returns when `is_done()` is true, the queue is empty, another thread has the turn, or a task has handed over
+        callbacks. See point 5 of Note [One total order].
         """
         while self._tasks and not is_done():
             try:
@@ -208,8 +198,7 @@ class Queue:
         """Let the queue's thread run these callbacks next, before all queued tasks. Call this method inside a task.
 
         Returns:
-            False if `help` does not run the task, or if the queue's thread may have ended. Then the caller must run the
-            callbacks.
+            False if the caller must run the callbacks, because `help` does not run the task or the queue is stopped.
         """
         # If `help` does not run the current task, the thread that runs it may complete the future itself.
         if self._helper != get_ident():
@@ -225,10 +214,7 @@ class Queue:
     # ---- the end ----
 
     def leave_to_parent(self) -> None:
-        """Reset the queue in a forked child, where the queue's thread does not exist and its locks may stay locked for ever.
-
-        Afterwards the child's queue is empty and stopped: it runs no queued task, and accepts no new task.
-        """
+        """Empty and stop the queue in a forked child, which does not have the queue's thread."""
         self._turn, self._running_on = threading.RLock(), None
         self._changed = threading.Condition()
         self._handed_over.clear()
@@ -260,10 +246,9 @@ class Queue:
             self._changed.notify_all()
 
     def drop(self) -> None:
-        """Stop the queue. Unlike `stop`, this method may be called in a finalizer.
+        """Stop the queue. Unlike `stop`, a finalizer may call this method, because it never waits for the queue's lock.
 
-        A finalizer may run on a thread that already holds the queue's lock. So this method never waits for the lock. If another
-        thread holds the lock, the method does not wake the queue's thread, which may then sleep until the process ends.
+        If another thread holds the lock, the queue's thread may sleep until the process ends.
         """
         self._stopping = True
         if self._changed.acquire(blocking=False):
@@ -284,15 +269,14 @@ class Queue:
     # ---- callbacks; see Note [Late callbacks] ----
 
     def issue(self, what: str, place: Callable[[], str]) -> int:
-        """Count a call that this thread issues.
+        """Count a call that this thread issues, and return the call's number for `guard`.
+
+        The number is the count of calls issued outside of callbacks, including this call. A call from a callback gets a number
+        that is larger than all others.
 
         Args:
             what: the call's name, for the error.
             place: returns the rank and the group in words, for the error.
-
-        Returns:
-            The call's number: how many calls were issued outside of callbacks, including this call. If a callback issues this
-            call, a number that is larger than all others.
 
         Raises:
             MisuseError: the thread runs a late callback.
@@ -317,10 +301,9 @@ class Queue:
         return get_ident() in self._callbacks
 
     def guard(self, callback: Callback, number: int, *, was_waited_for: bool) -> Callback:
-        """Wrap a callback, so that the queue knows when the callback runs, and whether the callback is late.
+        """Wrap a callback that the program attaches to the work of call `number`. The queue then knows when the callback runs.
 
-        Call this method when the program attaches a callback to the work of call `number`. `was_waited_for` says whether the
-        program has already waited for this work.
+        `was_waited_for` says whether the program has already waited for this work.
         """
         is_late = self.issued > number and not was_waited_for and not self.is_in_callback()
         return functools.partial(self._run_callback, callback, is_late)
@@ -351,10 +334,7 @@ class Queue:
                 self._run_first()
 
     def _run_first(self) -> None:
-        """Run the first callbacks that were handed over, or else the first queued task. The caller has the turn.
-
-        `help` calls this method only if no callbacks are handed over.
-        """
+        """Run the first callbacks that were handed over, or else the first queued task. The caller has the turn."""
         tasks = self._handed_over or self._tasks
         if not tasks:
             return  # another thread has run the task while this one waited for the turn
@@ -368,7 +348,7 @@ class Queue:
 def release_if_held(lock: threading.RLock) -> None:
     """Release a lock if this thread holds the lock. Call this if `lock.acquire` raised an error, such as KeyboardInterrupt.
 
-    Python runs signal handlers when a call returns. So a handler may raise an error although `acquire` has just taken the lock.
+    A signal handler may raise this error although `acquire` has just taken the lock.
     """
     with suppress(RuntimeError):  # this thread does not hold the lock
         lock.release()
@@ -419,13 +399,13 @@ def a_queue_runs_here() -> bool:
 
 
 def all_idle() -> bool:
-    """Whether all queues of this process are idle. Queues without a thread have never queued a task, and are left out."""
+    """Whether all queues of this process that have a thread are idle."""
     return all(queue.is_idle() for queue in _started)
 
 
 @atexit.register
 def finish_all() -> None:
-    """Wait a few seconds for calls in flight, then end the threads of all queues. This function runs at exit."""
+    """At exit, wait a few seconds for calls in flight, then end the threads of all queues."""
     for queue in _started:
         queue.drain(_EXIT_S)
         queue.stop()

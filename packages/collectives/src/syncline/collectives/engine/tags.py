@@ -1,7 +1,6 @@
-"""Tags of messages: the tags that Syncline reserves, and the tags that messages have on the wire.
+"""Tags of messages: the tags that Syncline reserves, and the tags on the wire.
 
-On the wire, a tag contains the caller's tag and a code of the tensor's dtype. So a receive only matches sends of the same
-dtype.
+On the wire, a tag also contains a code of the tensor's dtype. So a receive only matches sends of the same dtype.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ TRACE_CLOCK = ReservedTag(32_766)
 
 
 def is_reserved(tag: int) -> bool:
-    """Whether the tag is reserved, so that a program must not use it. False for a `ReservedTag`, which only Syncline uses."""
+    """Whether a program must not use this tag. False for a `ReservedTag`, which only Syncline uses."""
     return FIRST_RESERVED <= tag <= LAST_RESERVED and not isinstance(tag, ReservedTag)
 
 
@@ -53,7 +52,7 @@ _OTHER_DTYPE = 2**_BITS - 1
 def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
     """Return the tag of a message on the wire, which contains the caller's tag and the dtype.
 
-    If the library has too few tags, return the caller's tag, without the dtype.
+    If the library has too few tags, return the caller's tag alone.
 
     Args:
         tag: the caller's tag.
@@ -73,9 +72,8 @@ def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
 
 
 def sized_wire_tag(tag: int, dtype: torch.dtype, numel: int, largest: int) -> int:
-    """Return a tag like `wire_tag`, which also contains a code of the number of elements.
+    """Return a tag like `wire_tag`, which also contains the number of elements modulo 2039 (`SIZES`).
 
-    Use this function if the library does not check the size of a message. Then a receive does not match a send of another size,
-    unless the two numbers of elements differ by a multiple of 2039 (`SIZES`).
+    Use this function if the library does not check the size of a message.
     """
     return wire_tag(tag, dtype, largest // SIZES) * SIZES + numel % SIZES

@@ -21,18 +21,16 @@ from .transport import Request
 class TransferWork(Work):
     """A send or receive in flight. A receive fills its tensor only when a thread calls `wait` or `is_completed`.
 
-    If the caller asks for a future, a new thread waits for the transfer. Otherwise this class starts no thread. Only one thread
-    at a time waits for the request (see `_driving`), because a transport need not support several waiting threads.
+    Only `get_future` starts a thread, which waits for the transfer.
 
     Args:
         request: the transport's request.
         tensors: a list with the tensor that is sent or received.
-        deliver: called when the request has succeeded. For example, a receive can copy the data to the program's tensor then.
+        deliver: called when the request has succeeded, for example to copy the data to the program's tensor.
         describe: returns the transfer's name for error messages.
         timeout_s: the default time limit of `wait`, in seconds.
         ask: returns an error if the transfer can never end, or None. The waiting thread calls this function now and then.
-        explain: takes an error of the transport. If a lost rank has caused the error, returns an error that names this rank.
-            Otherwise returns None.
+        explain: takes an error of the transport. Returns an error that names the lost rank behind this error, or None.
     """
 
     def __init__(
@@ -88,11 +86,11 @@ class TransferWork(Work):
         return self._outcome.is_completed()
 
     def exception(self) -> BaseException | None:
-        """Return the error with which the transfer failed, or None."""
+        r"""As `Work.exception`."""
         return self._outcome.exception()
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensor that was sent or received, in a list."""
+        r"""As `Work.result`."""
         return self._outcome.result()
 
     def source_rank(self) -> int | None:

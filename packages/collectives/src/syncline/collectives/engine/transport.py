@@ -34,9 +34,9 @@ class Request(ABC):
 
     @abstractmethod
     def test(self) -> bool:
-        """Whether the request is over. This method never blocks.
+        """Whether the request is over. Never blocks.
 
-        If the library cannot tell this without waiting, the result is False until `wait` has returned.
+        If the library cannot tell without waiting, False until `wait` has returned.
         """
 
     @abstractmethod
@@ -47,7 +47,7 @@ class Request(ABC):
 class Plan(ABC):
     """Carries out all calls that have the same signature. The constructor makes all decisions that do not depend on tensors.
 
-    A group keeps its plans, and runs one call at a time. A plan keeps no tensor alive, and communicates only when it runs.
+    A group runs one call at a time. A plan keeps no tensor alive, and communicates only when it runs.
     """
 
     @property
@@ -61,14 +61,13 @@ class Plan(ABC):
 
         Args:
             part: this rank's tensor. It is contiguous, has any shape, and is on the signature's type of device.
-            whole: a tensor that consists of one part for each rank, in the order of ranks. In an all-reduce, reduce or
-                broadcast, `whole` is `part` itself. In a gather or scatter, `whole` is None on all ranks except the root. In an
-                all-to-all, `part` is the output, and `whole` is the input.
+            whole: a tensor with one part for each rank, in the order of ranks. In an all-reduce, reduce or broadcast, `part`
+                itself. In a gather or scatter, None on all ranks except the root. In an all-to-all, `whole` is the input, and
+                `part` the output.
             call: the call. When the call's `CancelScope` ends, the plan must stop waiting and raise an error.
 
         Raises:
-            TimeoutError: the scope's time limit was reached. The text should say which ranks did not take part, if the plan
-                knows them.
+            TimeoutError: the scope's time limit was reached. If possible, the text says which ranks did not take part.
             SynclineError: the scope was cancelled with this error, the ranks disagree, or the library failed.
         """
 
@@ -76,10 +75,10 @@ class Plan(ABC):
 class Transport(ABC):
     """Moves the tensors of one group. `HostGroup` makes a process group out of a transport.
 
-    `HostGroup` runs one plan at a time, on the caller's thread or on the thread of the group's queue (see `engine.queue`). Any
-    thread may call `start_send` and `start_recv`, also while a collective runs.
+    `HostGroup` runs one plan at a time, on the caller's thread or on the thread of the group's queue. Any thread may call
+    `start_send` and `start_recv`, also while a collective runs.
 
-    To support a library with blocking collectives on host memory, write a subclass of `LibraryTransport`.
+    For a library with blocking collectives on host memory, write a subclass of `LibraryTransport`.
     """
 
     #: The registry's name of the backend, such as "mpi".
@@ -93,9 +92,9 @@ class Transport(ABC):
 
     @property
     def compares_every_call(self) -> bool:
-        """Whether the ranks compare each call before the call runs. If not, the group compares the calls later.
+        """Whether the ranks compare each call before the call runs. The same on all ranks.
 
-        The value is the same on all ranks.
+        If false, the group compares the calls later.
         """
         return False
 
@@ -109,8 +108,8 @@ class Transport(ABC):
     def plan(self, signature: Signature) -> Plan:
         """Make the plan for calls of this signature. The method does not communicate.
 
-        A group may drop a plan and make it again later. So one rank may use an old plan of a signature while another rank uses
-        a new plan. All plans of a signature must send and receive the same messages.
+        One rank may use an old plan of a signature while another rank uses a new plan. So all plans of a signature must send
+        and receive the same messages.
         """
 
     @abstractmethod
@@ -120,7 +119,7 @@ class Transport(ABC):
     def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor:  # noqa: ARG002 - for transports that share memory
         """Allocate a flat tensor, in memory from which the transport communicates fastest. The content is undefined.
 
-        All ranks call this method with the same arguments. The default implementation allocates ordinary memory.
+        All ranks call this method with the same arguments.
         """
         return torch.empty(numel, dtype=dtype, device="cpu")
 
@@ -138,11 +137,10 @@ class Transport(ABC):
 
     @abstractmethod
     def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
-        """Make a transport between some of the ranks. `members` has their ranks in this transport, in the new order.
+        """Make a transport between some of the ranks. Only these ranks call this method.
 
-        All members call this method. Other ranks do not call it.
-
-        `name` and `number` (0 or above) are the same on all members. No two subsets have the same name at the same time.
+        `members` has their ranks in this transport, in the new order. `name` and `number` (0 or above) are the same on all
+        members. No two open subsets have the same name.
         """
 
     def meeting_store(self) -> dist.Store | None:
@@ -150,24 +148,21 @@ class Transport(ABC):
         return None
 
     def status_post(self) -> StatusPost | None:
-        """Return an object that sends short texts from each rank to rank 0, even while a collective runs.
+        """Return an object that sends short texts from each rank to rank 0, even while a collective runs. None if impossible.
 
-        Rank 0 uses the texts for stall warnings. Return None if the transport cannot do this.
+        Rank 0 uses the texts for stall warnings.
         """
         return None
 
     def give_up(self) -> None:  # noqa: B027 - most libraries have no way to say it
-        """Tell the waiting ranks that this rank's call has failed, and that this rank makes no more calls.
+        """Tell the waiting ranks, if the library can, that this rank's call has failed, and that it makes no more calls.
 
-        If the library cannot do this, do nothing. This method must not block.
+        This method must not block.
         """
 
     # See Note [Forks] in `forks`.
     def leave_to_parent(self) -> None:  # noqa: B027 - most objects can be dropped
-        """Drop the library's objects without freeing them, because they belong to the parent process.
-
-        This method is called in a forked child. The child must not use the objects either.
-        """
+        """Drop the library's objects without freeing them, in a forked child: the objects belong to the parent process."""
 
     def lost_ranks(self) -> Sequence[int]:
         """Return the ranks that have failed, as far as the library knows. This method must not block."""
@@ -176,7 +171,7 @@ class Transport(ABC):
     def interrupt(self) -> None:  # noqa: B027 - most libraries return by themselves
         """Make the library end the call that runs on another thread. That call then raises an error. This method may block.
 
-        After this method, the group starts no other call.
+        The group starts no call afterwards.
         """
 
     @abstractmethod
@@ -191,13 +186,11 @@ class Transport(ABC):
 class LibraryTransport(Transport):
     """A transport for a library with blocking collectives on host memory.
 
-    For each collective, `LibraryPlan` calls one of the abstract methods below.
-
-    If you write a subclass, follow these rules:
+    A subclass implements the abstract methods below, by these rules:
 
     - Each method blocks until this rank's share of the collective is done.
-    - The caller has checked the tensors: they are flat and contiguous, on the CPU, and of any dtype. A "block" is a tensor with
-      one part for each rank; all parts have the same size.
+    - Tensors are flat and contiguous, on the CPU, and of any dtype. A "block" is a tensor with one part for each rank; all
+      parts have the same size.
     - While a method waits, it calls `call.scope.check`, and does not catch the errors of `check`.
     - Turn an error of the library into a `TransportError` (`raise TransportError(...) from error`).
     """
@@ -253,7 +246,7 @@ class LibraryTransport(Transport):
 
 
 class LibraryPlan(Plan):
-    """Carries out a collective with flat tensors, by the method of the `LibraryTransport` for this collective."""
+    """Carries out a collective by the `LibraryTransport`'s method for this collective."""
 
     def __init__(self, transport: LibraryTransport, signature: Signature) -> None:
         self._transport = transport
