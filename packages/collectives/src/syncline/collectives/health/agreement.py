@@ -1,24 +1,23 @@
 """`Agreement` checks that all ranks of a group make the same calls.
 
-If ranks make different calls, these calls may succeed with wrong results. So the ranks compare their calls, in two ways:
+Different calls may succeed with wrong results. So the ranks compare their calls, in two ways:
 
 - *Before each call*, with `Agreement.same`, if the group has the option `check_calls`. Over shared memory the transport itself
   compares each call, at no cost (`transports.mpi.node.shared_sync`).
-- *Now and then, and at the end*, with `Agreement.same_history`. The ranks compare one number that depends on all calls so far.
+- *Now and then, and at the end*, with `Agreement.same_history`.
 
 Note [Comparison of calls]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-If the ranks do not compare each call before it runs, each rank keeps a digest of all its calls. The digest depends on the order
-of the calls. The ranks compare their digests and their numbers of calls at these times:
+If the ranks do not compare each call before it runs, each rank keeps a digest of all its calls in their order. The ranks
+compare their digests and their numbers of calls at these times:
 
 - at a barrier,
 - when the group is closed,
 - after every 1000 calls,
 - at the end of each backward in which a reducer sums gradients.
 
-`Signature.digest` describes which facts about a call the digest covers. If a rank swaps two calls with equal signatures, the
-comparison cannot see this difference. The comparison leaves out sends and receives, because only two ranks take part in a send
-and its receive. For them, the transport compares the sizes of the tensors.
+`Signature.digest` says what the digest covers. The comparison cannot see that a rank swaps two calls with equal signatures. It
+leaves out sends and receives, for which the transport compares the sizes of the tensors.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ _MASK = (1 << 62) - 1
 class Carrier(ABC):
     """Exchanges numbers and texts between the ranks of a group, without the group's collectives.
 
-    All ranks call the carrier's methods in the same order.
-
-    The messages of a carrier and the messages of collectives are separate. Even if the ranks make different calls, a carrier
-    never receives a message of a collective, or the reverse.
+    All ranks call the carrier's methods in the same order. A carrier never receives a message of a collective, or the reverse.
     """
 
     @abstractmethod
@@ -75,16 +71,15 @@ class Carrier(ABC):
     def statements(self, text: str, scope: CancelScope, *, most_told: int | None = MOST_TOLD) -> Statements:
         """Return the texts of all ranks, for error messages. The method raises the same errors as `maximum`.
 
-        `most_told` limits how many different texts a message can have, because messages of many ranks would be long. So the
-        result may lack some texts (see `Statements.untold`). None: no limit.
+        `most_told` limits the number of different texts in a message, so the result may lack some texts (see
+        `Statements.untold`). None: no limit.
         """
 
 
 class MessageCarrier(Carrier):
     """A carrier that sends messages of a transport, with a reserved tag.
 
-    Cost: each rank sends ceil(log2(size)) messages, one after the other. `statements` costs twice as many messages, because a
-    rank sends the length of a text before the text.
+    Cost of `maximum`: each rank sends ceil(log2(size)) messages, one after the other. `statements` costs twice as many.
 
     Args:
         transport: the transport of the messages.
@@ -131,11 +126,10 @@ class MessageCarrier(Carrier):
 
 
 def rounds(rank: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield, for each round, the rank from which this rank receives, and the rank to which this rank sends. A pure function.
+    """Yield, for each round, the rank from which this rank receives, and the rank to which it sends. A pure function.
 
-    This is the dissemination algorithm: in round k, rank r sends all values that it knows to rank r + 2**k (modulo the size).
-    The algorithm works for any number of ranks. A rank may receive the same value twice. So use the algorithm only for
-    operations such as a maximum, whose result does not change if a value is repeated.
+    This is the dissemination algorithm: in round k, rank r sends all values that it knows to rank r + 2**k (modulo the size). A
+    rank may receive a value twice, so use it only for operations such as a maximum.
     """
     step = 1
     while step < size:
@@ -171,8 +165,8 @@ class Agreement:
         """Find out whether all ranks pass the same text. All ranks call this method between the same two calls of the group.
 
         Returns:
-            None if all ranks passed the same text. Otherwise the texts of the ranks. If the ranks could not exchange their
-            texts, the result has only this rank's text.
+            None if all ranks passed the same text. Otherwise the texts of the ranks, or only this rank's text if the exchange
+                failed.
 
         Cost: one `Carrier.maximum` of 16 bytes. If the texts differ, also one `Carrier.statements`.
 
@@ -229,7 +223,7 @@ class Agreement:
     def same_history(self, scope: CancelScope, until: History | None = None, *, closes: bool = False) -> None:
         """Compare all calls so far with the other ranks. All ranks call this method between the same two calls of the group.
 
-        With a probability of 1 in 2**62, the comparison misses a difference, because different calls have the same digest.
+        With a probability of 1 in 2**62, the comparison misses a difference.
 
         Args:
             scope: ends the wait for the other ranks.
@@ -239,8 +233,8 @@ class Agreement:
         Cost: one `Carrier.maximum` of 48 bytes.
 
         Raises:
-            DisagreementError: the ranks have made different calls, or some ranks close the group and others do not. All ranks
-                raise this error.
+            DisagreementError: the ranks have made different calls, or only some ranks close the group. All ranks raise this
+                error.
             TimeoutError: another rank did not call this method in time.
         """
         digest, calls = self._history if until is None else until
@@ -264,9 +258,7 @@ class Agreement:
     # ---- for errors ----
 
     def _statements(self, text: str, scope: CancelScope) -> Statements:
-        """Return the texts of the ranks, for an error that all ranks are about to raise.
-
-        A rank that has reached its time limit sends no text. Then the result has only this rank's text.
+        """Return the texts of the ranks, for an error that all ranks are about to raise; at a time limit, only this rank's text.
         """
         # All ranks have begun the comparison that has found a difference, so their texts come soon.
         scope = scope.within(_TELL_S)
@@ -308,7 +300,7 @@ def different_histories(histories: Mapping[int, Sequence[CallRecord]], untold: C
 
     Args:
         histories: the last calls of each rank whose calls are known.
-        untold: ranks whose last calls are not known, because these calls did not fit into a message.
+        untold: ranks whose last calls are not known.
         fewest: the smallest number of calls of any rank.
         most: the largest number of calls of any rank.
     """
@@ -341,22 +333,17 @@ def different_options(said: Statements) -> str:
 
 
 def name_of_run(started_ns: int) -> str:
-    """Return the name of a run that began at `started_ns`, in nanoseconds since the epoch.
-
-    The name contains the time in UTC.
-    """
+    """Return the name of a run that began at `started_ns`, in nanoseconds since the epoch. The name contains the UTC time."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(started_ns // 10**9))}-{started_ns % 10**9 // 1000:06d}"
 
 
 def different_splits(counts: Sequence[Sequence[Sequence[int]]]) -> str | None:
     """Return the error text for an all-to-all whose splits do not match, or None if the splits match.
 
-    This check is necessary, because a library may not report a mismatch. If too few elements arrive, some libraries leave the
-    rest of the output unchanged, and other libraries end the process.
+    Some libraries do not report a mismatch, but leave a part of the output unchanged, or end the process.
 
     Args:
-        counts: for each rank, two lists: how many elements this rank expects from each rank, and how many elements this rank
-            sends to each rank.
+        counts: for each rank, two lists: how many elements the rank expects from each rank, and how many it sends to each rank.
     """
     for receiver, (expected, _) in enumerate(counts):
         for sender, (_, sent) in enumerate(counts):

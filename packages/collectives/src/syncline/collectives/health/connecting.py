@@ -19,23 +19,16 @@ _LOOKS_IN_LIMIT = 10
 
 
 def speakers(size: int) -> list[int]:
-    """Return the ranks that log warnings while the ranks connect: the first, the middle and the last rank.
-
-    A pure function.
-
-    One rank is not enough, because this rank may be the missing rank. All ranks are too many, because 64 ranks must not print
-    the same message 64 times.
-    """
+    """Return the ranks that log warnings while the ranks connect: the first, the middle and the last rank. A pure function."""
+    # One rank is not enough, because this rank may be the missing one. 64 ranks must not print the same message.
     return sorted({0, size // 2, size - 1})
 
 
 class Connecting:
     """A context manager for connecting a group. In its `with` block, the calling thread may wait for ranks that never come.
 
-    If the wait is long, three things happen:
-
     1. After `warning_s` seconds in one step, the monitor logs a warning on the ranks that `speakers` returns.
-    2. At the time limit, a thread that waits in Syncline's own code raises an error, because it checks `scope` regularly.
+    2. At the time limit, a thread that checks `scope` regularly raises an error.
     3. If the thread is stuck in a library, the monitor prints the `step` and ends the process, a little after the time limit.
 
     Args:
@@ -69,7 +62,7 @@ class Connecting:
 
     @contextmanager
     def step(self, words: str) -> Iterator[None]:
-        """Return a context manager for one step. `words` is the step's name, a colon, and the usual cause if the step hangs."""
+        """A context manager for one step. `words` is the step's name, a colon, and the usual cause of a hang in this step."""
         self._step, self._since_s, self._has_warned = words, time.monotonic(), False
         self._missing = ""
         yield
@@ -115,7 +108,7 @@ class Connecting:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no warning can come: the context has ended, this rank has already warned, or this rank never warns."""
+        """Whether no warning can come from this rank now."""
         return self.is_over or self._has_warned or not self._speaks
 
     def look(self, now_s: float) -> None:

@@ -1,15 +1,12 @@
 """Find out the exit status of this process before the process ends.
 
-In Python, neither `sys.excepthook` nor `atexit` can see the status of `sys.exit(3)`. So this module wraps `sys.exit`, and also
-the built-in functions `exit` and `quit`. These functions raise SystemExit, which many programs catch (for example a server's
-loop). So only an uncaught exception counts.
+In Python, neither `sys.excepthook` nor `atexit` can see the status of `sys.exit(3)`. So this module wraps `sys.exit`, `exit`
+and `quit`. They raise SystemExit, which counts only if no code catches it.
 
-To tell the two cases apart, the module looks at the moment when Python frees the exception. Python frees an uncaught exception
-when no frame of the main thread is left, and a caught exception earlier. If other code keeps the exception alive, the module
-treats the exception as caught.
+Python frees an uncaught exception when no frame of the main thread is left, and a caught exception earlier. If other code keeps
+the exception alive, the module treats the exception as caught.
 
-A script may also raise SystemExit directly (`raise SystemExit(3)`). Then only `syncline run` knows the status before the
-process ends.
+If a script itself raises SystemExit (`raise SystemExit(3)`), only `syncline run` knows the status before the process ends.
 """
 
 from __future__ import annotations

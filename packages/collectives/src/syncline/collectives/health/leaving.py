@@ -2,14 +2,14 @@
 
 Note [Who will not come]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-When a rank leaves the job, it sends a notice (`Leaving`) to the other ranks. The notice says how many collectives of each group
-this rank has started. All ranks run the collectives of a group in the same order. So if a member has started fewer than k
-collectives and leaves, collective k of the group never ends. Collectives that the member has started still finish, because the
-member waits in a barrier before it exits, and its communication library goes on working meanwhile. If a rank waits for no other
-rank, it gets no error, even if it computes long after the other ranks have left.
+A rank that leaves the job sends a notice (`Leaving`) to the other ranks: how many collectives of each group it has started. All
+ranks run the collectives of a group in the same order. So if a member has started fewer than k collectives and leaves,
+collective k of the group never ends. Collectives that the member has started still finish, because the member waits in a
+barrier before it exits, and its library goes on working meanwhile. If a rank waits for no other rank, it gets no error, even if
+it computes long after the other ranks have left.
 
-Sends and receives have no place in this order. If a rank waits for a message from a rank that has left, it waits 2 more seconds
-after the notice. Then the rank assumes that the message will not come, and raises an error.
+Sends and receives have no place in this order. A rank that waits for a message from a rank that has left waits 2 more seconds
+after the notice. Then it raises an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRANSFER_GRACE_S = 2.0
 
 
 class OpenGroup(Protocol):
-    """A group. If the program has not closed the group, this process closes it before MPI ends."""
+    """A group that this process closes before MPI ends, if the program has not closed it."""
 
     def close(self) -> None:
         """As `ProcessGroup.close`."""
@@ -41,9 +41,8 @@ class Leaving:
     """The message with which a rank tells the other ranks that it leaves the job.
 
     Attributes:
-        rank: the number, in the job, of the rank that leaves.
-        started: for each group of this rank, how many collectives the rank has started. The dictionary's keys are the groups'
-            keys (see `Leavers.group`).
+        rank: the rank that leaves, as a rank of the job.
+        started: how many collectives the rank has started in each of its groups, by the group's key (see `Leavers.group`).
     """
 
     rank: int
@@ -73,12 +72,9 @@ class Leavers:
     def group(self, name: str, ranks: Sequence[int], *, is_part: bool = False) -> GroupLeavers:
         """Return an object that counts the calls of a new group.
 
-        The group gets a key. When a rank leaves, its notice lists its groups' keys. All members compute the same key, even
-        if some members have made more groups than others. But if several groups have the same name, all members must make these
-        groups in the same order.
-
-        After the group is closed, this rank's notice still contains the key. The reason: another member may still be in the
-        last collective, and must learn that this rank has started the collective.
+        The group gets a key, which is the same on all members. Members must make groups with equal names in the same order.
+        This rank's notice contains the key even after the group is closed, because another member may still be in the last
+        collective.
         """
         same = f"{name}/{crc32(repr(list(ranks)).encode()):08x}"
         with self._lock:

@@ -36,11 +36,11 @@ class ProcessIdentity:
     """Identifies a process, so that other processes of the same node can find out whether it still runs.
 
     Attributes:
-        node: one text with the host name, the kernel's boot id and the PID namespace. If two processes have the same text, each
-            can see the process id of the other.
+        node: the host name, the kernel's boot id and the PID namespace as one text. Processes with the same text can see each
+            other's process id.
         host: the host's name, for error messages.
         pid: the process id.
-        started: the start time in the kernel's clock ticks. If a later process gets the same id, its start time is different.
+        started: the start time in the kernel's clock ticks, which differs if another process gets the same id later.
     """
 
     node: str
@@ -82,7 +82,7 @@ class ProcessIdentity:
 
 
 def has_ended(process: ProcessIdentity | None) -> bool:
-    """Return True only if the process has certainly ended. Return False if the process is stopped or unknown."""
+    """Whether the process has certainly ended. False if the process is stopped or unknown."""
     return process is not None and process.state() is ProcessState.GONE
 
 
@@ -119,7 +119,7 @@ class Run:
         name: the name of the run. The name is the same on all ranks, and different in each run.
         rank: this rank.
         size: the number of ranks in the first group, which has all ranks.
-        pid: the process id of the rank. A forked child has another process id, and is not the rank.
+        pid: the process id of the rank. A forked child has another process id.
     """
 
     name: str
@@ -143,7 +143,7 @@ _run: Run | None = None
 def note_run(name: str, rank: int, size: int) -> None:
     """Set the run of this process. Each group calls this function when it starts.
 
-    Only the first group with more than one rank sets the run, because this group contains all ranks of the job.
+    Only the first group with more than one rank has an effect, because it contains all ranks of the job.
 
     Args:
         name: the run's name.
@@ -156,7 +156,7 @@ def note_run(name: str, rank: int, size: int) -> None:
 
 
 def current_run() -> Run | None:
-    """Return the run of this process. Return None in a forked child, or if no group with two or more ranks has started."""
+    """Return the run of this process. None in a forked child, or if no group with two or more ranks has started."""
     # A forked child has the parent's value, but is not the rank.
     return _run if _run is not None and _run.pid == os.getpid() else None
 
@@ -175,13 +175,12 @@ LostRanks = Callable[[], Sequence[int]]
 class Liveness:
     """Finds out whether the processes of a group's ranks still exist. Any thread may call the methods.
 
-    This object can only look at processes of this node. `lost_ranks` may report ranks of other nodes.
+    This object sees only processes of this node. `lost_ranks` may report ranks of other nodes.
 
     Args:
         members: the process of each rank, as far as it is known.
         rank: this rank.
-        lost_ranks: returns ranks that another source, such as the communication library, reports as lost. This function must
-            not block.
+        lost_ranks: returns ranks that another source, such as the library, reports as lost. It must not block.
     """
 
     def __init__(self, members: Mapping[int, ProcessIdentity], rank: int, lost_ranks: LostRanks = tuple) -> None:
@@ -223,8 +222,7 @@ class Liveness:
     def loss_behind(self, error: Exception) -> RankLostError | None:
         """Look for a lost rank that explains `error`, an error of the transport. Return an error that names the lost rank.
 
-        Return None if no rank is lost, or if `error` already is a `RankLostError`. This method waits at most one second for a
-        loss, because a connection may break a little before the lost process has ended.
+        Return None if no rank is lost, or if `error` already is a `RankLostError`. Wait at most one second for a loss.
         """
         # The transport has already found the lost rank.
         if isinstance(error, RankLostError):

@@ -4,32 +4,25 @@ Note [Who ends a call]
 ~~~~~~~~~~~~~~~~~~~~~~
 A call runs on one thread: the caller's, or the thread of the group's queue. The call can be ended in three ways, in this order:
 
-1. *By this thread.* If the library allows it, the thread waits in a loop of short checks, and also checks the call's
-   `CancelScope`. The scope ends at the time limit, or earlier for a reason such as a lost rank. Then the thread raises the
-   group's error. This is the normal way.
-2. *By the monitor, through the library.* If the thread is inside a library's C code, it does not check the scope. Every 0.1
-   seconds, the monitor looks at the running call of each group. When a rank is lost, the monitor cancels the scope. If the
-   scope is over and the thread has not noticed this for 6 looks (`INTERRUPT_LOOKS`), the monitor makes the library end the call
-   by `interrupt` (with MPI's ULFM, `interrupt` revokes the communicator). Then the library returns with an error, and the
-   thread goes on as in 1.
-3. *By the monitor, through the end of the process.* If the thread still has not noticed after 22 looks (`END_LOOKS`), the
-   monitor ends the process, because the monitor cannot raise an error in this thread. A thread that has noticed asks the other
-   ranks for the reason, and may get stuck in the library again. So 100 looks after the thread has noticed, the monitor
-   interrupts the library as in 2. After 200 looks (`NOTICED_LOOKS`), the monitor ends the process. Before the end, the monitor
-   writes the group's report, and prints the group, the ranks for which the call waits, and the stacks of all threads. The exit
-   status is 70. The launcher then ends the job.
+1. *By this thread.* If the library allows it, the thread waits in a loop of short checks of the call's `CancelScope`. The scope
+   ends at the time limit, or for a reason such as a lost rank. Then the thread raises the group's error. This is the normal
+   way.
+2. *By the monitor, through the library.* A thread inside a library's C code does not check the scope. Every 0.1 seconds, the
+   monitor looks at the running call of each group, and cancels the scope if a rank is lost. If the thread has not noticed the
+   end of the scope for 6 looks (`INTERRUPT_LOOKS`), the monitor calls `interrupt`. With MPI's ULFM, `interrupt` revokes the
+   communicator. Then the library returns with an error, and the thread goes on as in 1.
+3. *By the monitor, through the end of the process.* If the thread has not noticed after 22 looks (`END_LOOKS`), the monitor
+   ends the process, because it cannot raise an error in this thread. A thread that has noticed asks the other ranks for the
+   reason, and may get stuck in the library again. So 100 looks after the thread has noticed, the monitor calls `interrupt`, and
+   after 200 looks (`NOTICED_LOOKS`) it ends the process. Before the end, the monitor writes the group's report, and prints the
+   group, the ranks for which the call waits, and the stacks of all threads. The exit status is 70. The launcher then ends the
+   job.
 
-The monitor counts looks and not seconds. So the time during which the whole process is stopped (SIGSTOP) does not count.
+The monitor counts looks and not seconds, so the time during which the process is stopped (SIGSTOP) does not count.
 
-Threads: the thread that runs a call sets the group's attribute `running`, without a lock. The monitor's thread reads this
-attribute, and cancels scopes. The monitor itself never makes a call that may block. It starts other threads for `interrupt` and
-for looks that call a library (`Looked.may_block`), and does not wait for these threads. The monitor holds its lock only while
-it copies or extends its lists, and takes no lock of a group. The monitor keeps only weak references to groups.
-
-At exit, a handler stops the monitor's thread while the interpreter still runs. The reason: if the program drops a group while
-the monitor looks at this group, the monitor's thread frees the group's tensors, and torch releases the GIL meanwhile. If the
-interpreter ended at this moment, the thread could not get the GIL again, and the C++ library would abort the process
-("terminate called without an active exception").
+Threads: the thread that runs a call sets the group's attribute `running`, without a lock. The monitor's thread reads it, and
+cancels scopes. The monitor itself never makes a call that may block: `interrupt`, and looks that call a library
+(`Looked.may_block`), run on other threads. The monitor takes no lock of a group, and keeps only weak references to groups.
 """
 
 from __future__ import annotations
@@ -88,7 +81,7 @@ class Monitored(Protocol):
         """Make the library end the call, if the library can do this. The method may block."""
 
     def missing_in_words(self) -> str:
-        """Return a sentence for the end of the process. It says where this rank waits, and for which ranks."""
+        """Return a sentence that says where this rank waits, and for which ranks. Printed at the end of the process."""
 
     def report(self, reason: str) -> None:
         """Write a report to a file. Give up after a few seconds if the file system does not answer."""
@@ -99,8 +92,7 @@ class Looked(Protocol):
 
     Attributes:
         period_s: seconds between two looks.
-        may_block: whether `look` may wait for a lock of a library. If so, the monitor runs each look on a new thread. The next
-            look begins only after this look has ended.
+        may_block: whether `look` may wait for a lock of a library. If so, each look runs on a new thread.
     """
 
     period_s: float
@@ -108,7 +100,7 @@ class Looked(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to look at. The property must not block, because the monitor's thread reads it."""
+        """Whether there is nothing to look at. The monitor's thread reads this property, so it must not block."""
 
     def look(self, now_s: float) -> None:
         """Look once. The method must not wait for another rank. If it raises an error, the monitor does not call it again."""
@@ -123,7 +115,7 @@ class Step(Enum):
 
 
 class Escalation:
-    """A state machine for one group. It counts how often the monitor has looked at a running call, and decides what to do."""
+    """A state machine for one group. It counts the looks at a running call, and decides what to do."""
 
     def __init__(self) -> None:
         self._call: Running | None = None
@@ -151,7 +143,7 @@ class Escalation:
         return Step.END if self._looks_over == END_LOOKS else Step.NOTHING
 
     def is_same_call(self, call: Running | None) -> bool:
-        """Whether the call already ran at the last look. For a new call, the monitor does not look for lost ranks yet."""
+        """Whether the call already ran at the last look."""
         return call is not None and call is self._call
 
 
@@ -181,14 +173,12 @@ class Monitor:
         self._thread.join(_STOP_S)
         with self._lock:
             looked = list(self._looked)
+        # A thread that is inside torch while the interpreter ends crashes the process.
         for _, turn in looked:
             turn.finish(_STOP_S)
 
     def watch(self, group: Monitored) -> None:
-        """Look at the group's calls from now on, as long as the group exists.
-
-        The monitor keeps only a weak reference to the group.
-        """
+        """Look at the group's calls from now on, as long as the group exists."""
         with self._lock:
             self._groups.append((weakref.ref(group), Escalation()))
 
@@ -272,7 +262,7 @@ class _Turn:
             self._look(looked, now_s)
 
     def finish(self, limit_s: float) -> None:
-        """Wait for a running look. If its thread is inside torch while the interpreter ends, the process crashes."""
+        """Wait for a running look, at most `limit_s` seconds."""
         if self._running is not None:
             self._running.done.wait(limit_s)
 
@@ -329,7 +319,7 @@ def call_now_and_then(looked: Looked) -> None:
 
 
 def _forget() -> None:
-    """In a forked child the monitor's thread does not run, and the monitor's lock may stay locked."""
+    """Reset the monitor in a forked child, where its thread does not run, and its lock may stay locked."""
     global _starting, _monitor
     _starting, _monitor = threading.Lock(), None
 
@@ -341,6 +331,8 @@ if hasattr(os, "register_at_fork"):
 @atexit.register
 def _stop() -> None:
     global _monitor, _has_ended
+    # The monitor's thread may free a group's tensors, and torch releases the GIL meanwhile. If the interpreter ended then, the
+    # thread could not get the GIL again, and C++ would abort the process.
     with _starting:
         _has_ended, found, _monitor = True, _monitor, None
     if found is not None:

@@ -1,7 +1,4 @@
-"""`Recorder` keeps the last calls of one group on this rank, like torch's flight recorder.
-
-`find_divergence` compares the recorded calls of several ranks.
-"""
+"""`Recorder` keeps the last calls of one group on this rank, like torch's flight recorder."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ MOST_CALLS = 256
 
 
 class CallCount:
-    """Counts the calls of a group that have begun. Calls that only some ranks issue do not count.
+    """Counts the calls of a group that have begun, except calls that only some ranks issue.
 
     Attributes:
-        begun: the number of calls that have begun. It is also the position of the next call in the group's order of calls.
+        begun: the number of these calls, which is also the position of the next call.
     """
 
     __slots__ = ("begun",)
@@ -29,7 +26,7 @@ class CallCount:
 
 
 class Recorder:
-    """Keeps the last 256 calls of a group. A call that is over refers to no tensor, so the recorder keeps no tensor alive.
+    """Keeps the last 256 calls of a group, but no tensor of a call that is over.
 
     Any thread may call the methods. The group calls `begin` for one call at a time, in the order in which the calls run.
 
@@ -37,8 +34,7 @@ class Recorder:
         group_name: the group's name in error messages.
         rank: this rank in the group.
         ranks: for each rank of the group, its rank in the job.
-        count: counts the calls that have begun. A rank that leaves the job sends this number to the other ranks. None: make a
-            new counter.
+        count: counts the calls that have begun. None: make a new counter.
     """
 
     def __init__(self, group_name: str, rank: int, ranks: Sequence[int], count: CallCount | None = None) -> None:
@@ -100,14 +96,12 @@ class Divergence:
 
 
 def find_divergence(histories: Mapping[int, Sequence[CallRecord]]) -> Divergence | None:
-    """Compare the last calls of the ranks of one group. A pure function.
+    """Return the first divergence of the ranks of one group, or None. A pure function.
+
+    Only positions that all ranks still remember are compared.
 
     Args:
         histories: the last calls of each rank. Calls without a position are ignored.
-
-    Returns:
-        The first divergence, or None if there is no divergence. A rank keeps only its last calls, so the function compares only
-        positions that all ranks still have.
     """
     placed = {rank: _by_position(records) for rank, records in sorted(histories.items())}
     known = {rank: calls for rank, calls in placed.items() if calls}

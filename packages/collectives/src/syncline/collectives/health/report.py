@@ -106,8 +106,8 @@ def read_reports(folder: Path) -> list[RankReport]:
 def merged(reports: Sequence[RankReport]) -> str:
     """Return the reports of all ranks as text. A pure function.
 
-    The text names the rank that reported first, and this rank's reason. For each group, the text has a table of the ranks, and
-    a sentence that names the rank that is late, or the call at which the ranks diverge.
+    The text names the rank that reported first, and its reason. For each group, it has a table of the ranks, and the result of
+    `sentence`.
     """
     missing = sorted(set(range(reports[0].size)) - {report.rank for report in reports})
     lines = [f"{len(reports)} of {reports[0].size} rank(s) have reported"]
@@ -167,8 +167,7 @@ def sentence(calls: Mapping[int, Sequence[CallRecord]], missing: Sequence[int] =
 def current_call(calls: Sequence[CallRecord]) -> CallRecord | None:
     """Return the first call that has begun but not succeeded.
 
-    If all calls that have begun have also succeeded, return the last call that has begun. If no call has begun, return the last
-    call. If there is no call, return None.
+    Without such a call, return the last call that has begun. If no call has begun, return the last call; None without calls.
     """
     begun = [call for call in calls if call.state != "queued"]
     unfinished = [call for call in begun if call.state != DONE]
@@ -239,7 +238,7 @@ _site_folder: str | None = None
 
 
 def set_report_folder(folder: str | None) -> None:
-    """Set the folder for reports from the site file (see `startup.settings`). None: the site file names no folder."""
+    """Set the folder for reports from the site file. None: the site file names no folder."""
     global _site_folder
     _site_folder = folder
 
@@ -256,7 +255,7 @@ class Reporter:
     """Writes files with the last calls of this process's groups, and with the stacks of the process's threads.
 
     A file has the last 256 calls of at most 32 groups, and at most 200,000 characters of stacks: about 3 MB. A process writes
-    at most 16 files. The reporter keeps only weak references to the groups' recorders.
+    at most 16 files.
 
     Args:
         job: the name of the run, which is the same on all ranks.
@@ -276,7 +275,7 @@ class Reporter:
         self._pid = os.getpid()
 
     def watch(self, recorder: Recorder) -> None:
-        """Include this group's calls in later reports."""
+        """Include this group's calls in later reports. Keep only a weak reference to the recorder."""
         self._recorders.add(recorder)
 
     def write(self, reason: str) -> Path | None:
@@ -286,8 +285,8 @@ class Reporter:
             reason: why the report is written.
 
         Returns:
-            The folder of the run. None if reports are switched off, if this process has written 16 reports, if writing fails,
-            or if this process is a forked child.
+            The folder of the run. None if no report was written: reports are off, this process has written 16 reports, writing
+                fails, or this process is a forked child.
         """
         base = self._folder if self._folder is not None else report_folder()
         if not base or os.getpid() != self._pid:  # a forked child, such as a data loader's worker, is not the rank
@@ -376,20 +375,15 @@ _STOP_S = 5.0
 
 
 def report_on_signal(reporter: Reporter) -> bool:
-    """Write a report on every SIGUSR1 from now on.
+    """Write a report on every SIGUSR1 from now on, also while the main thread is inside a library.
 
-    If the program has set a Python handler before, the signal calls this handler, too.
-
-    If the program sets a handler later, the program's handler replaces Syncline's, and the signal writes no more reports. A
-    later call of this function, for another group, does not set Syncline's handler again.
-
-    Python runs signal handlers between two instructions of the main thread, but the main thread may stay inside a library for
-    long. So this function also starts a thread that waits for the signal. Python's C handler wakes this thread through a pipe
-    (`signal.set_wakeup_fd`). If the program uses such a pipe itself, this function starts no thread.
+    An earlier Python handler of the program is still called. If the program sets a handler later, this handler replaces
+    Syncline's for good. If the program uses `signal.set_wakeup_fd` itself, a report waits until the main thread runs Python
+    code.
 
     Returns:
         Whether the signal writes reports. False if the caller is not the main thread, if C code has set a handler, or if the
-        program has replaced Syncline's handler.
+            program has replaced Syncline's handler.
     """
     global _ours
     # Python allows only the main thread to set handlers, and Windows has no such signal.
@@ -426,10 +420,7 @@ class _OnSignal:
         return signal.getsignal(signal.SIGUSR1) is self
 
     def report(self) -> None:
-        """Write one report for each signal. If another report is being written, do nothing.
-
-        Do not wait for the other report: perhaps this thread was writing it when the signal interrupted the thread.
-        """
+        """Write one report for each signal. If another report is being written, do nothing."""
         if not self._writing.acquire(blocking=False):
             return
         try:
@@ -448,6 +439,8 @@ _ours: _OnSignal | None = None
 
 
 def _listen(handler: _OnSignal) -> None:
+    # Python runs a handler only between two instructions of the main thread, which may stay inside a library for long. But
+    # Python's C handler writes to this pipe at once.
     heard, told = os.pipe()
     os.set_blocking(told, False)
     others = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
@@ -463,7 +456,7 @@ def _listen(handler: _OnSignal) -> None:
 
 
 def _report_when_told(heard: int, handler: _OnSignal) -> None:
-    """The pipe gets one byte for each signal, and a zero byte at the end."""
+    """Write a report for each SIGUSR1 byte in the pipe. A zero byte ends the loop."""
     while True:
         try:
             signals = os.read(heard, 64)

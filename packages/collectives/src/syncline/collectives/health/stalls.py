@@ -31,8 +31,8 @@ _LONGEST = 1000
 class StatusPost(ABC):
     """Brings one line of text from each rank of a group to rank 0.
 
-    Only one thread at a time calls the methods. Meanwhile, other threads may run collectives of the group. The methods never
-    wait for another rank, but they may wait for a lock of a library or for the reply of a store.
+    Only one thread at a time calls the methods, while other threads may run collectives. The methods never wait for another
+    rank, but they may wait for a lock of a library or for a store.
 
     Attributes:
         hops: the largest number of messages, one after the other, that bring a line to rank 0.
@@ -62,7 +62,7 @@ class Waiting:
     Attributes:
         position: the call's position in the group's order of calls.
         call: the call as text.
-        is_long: whether the rank has waited for almost `StallWatch.limit_s` seconds, so that rank 0 must warn soon.
+        is_long: whether the rank has waited for almost `StallWatch.limit_s` seconds.
     """
 
     position: int
@@ -72,8 +72,6 @@ class Waiting:
 
 class StallWatch:
     """Looks at one group now and then. If a call takes long, rank 0 logs which ranks wait in this call, and which do not.
-
-    The monitor calls `look` on a new thread each time, because `look` calls a library.
 
     Args:
         recorder: the group's recorder.
@@ -104,17 +102,13 @@ class StallWatch:
         return (self._post.hops + 1) * self.period_s
 
     def stop(self) -> None:
-        """Stop looking. If a look is running, wait for its end, but at most `_STOP_S` seconds."""
+        """Stop looking. If a look is running, wait at most 1 second for its end."""
         self._is_over = True
         if self._lock.acquire(timeout=_STOP_S):  # a running look holds the lock
             self._lock.release()
 
     def look(self, now_s: float) -> None:
-        """Look once at the call that the group runs.
-
-        Args:
-            now_s: the time on the monotonic clock.
-        """
+        """Look once at the call that the group runs. `now_s` is the time on the monotonic clock."""
         with self._lock:
             # `stop` was called after this look was scheduled.
             if self._is_over:

@@ -12,7 +12,7 @@ _LISTED_RUN = 3  # runs of up to this many ranks are listed one by one
 
 
 class Statements:
-    """The texts of ranks. For each text, the object knows the ranks with this text. Only the first text of a rank counts.
+    """The texts of ranks, and for each text its ranks. Only the first text of a rank counts.
 
     Attributes:
         ranks: for each text, its ranks.
@@ -45,11 +45,9 @@ class Statements:
     def packed(self, most_told: int | None = MOST_TOLD) -> str:
         """Return the content as one text, which `add_packed` can read.
 
-        If there are more than `most_told` different texts, the result has only the most frequent texts. For all other texts,
-        the result has only the ranks.
-
         Args:
-            most_told: the largest number of texts in the result. None: all texts.
+            most_told: keep only this many texts, the most frequent ones; keep only the ranks of all other texts. None: keep all
+                texts.
         """
         texts = sorted(self.ranks, key=lambda text: -len(self.ranks[text]))
         told = [(text, runs(sorted(self.ranks[text]))) for text in texts[:most_told]]

@@ -20,8 +20,6 @@ WAITING = -1
 class Generation:
     """The members of one group. When members are lost or newcomers are let in, a new group with the next generation follows.
 
-    A newcomer is a process that joins the running job.
-
     Attributes:
         number: counts the generations of the job from 0; `WAITING` in a newcomer that was not let in yet.
         members: the members' numbers, in the order of their ranks. A member keeps its number in later generations.
@@ -33,7 +31,7 @@ class Generation:
     me: int
 
     def next(self, members: Sequence[int]) -> Generation:
-        """Return the next generation, with the given members."""
+        r"""Return the next generation, with these members."""
         return Generation(self.number + 1, tuple(members), self.me)
 
     @property
@@ -63,11 +61,11 @@ class Reconnector(ABC):
         self.generation = generation
 
     def missing(self) -> str | None:
-        """Return a sentence that says why the members cannot connect again. None if they can connect."""
+        """Return why the members cannot connect again. None if they can connect."""
         return None
 
     def missing_for_admit(self) -> str | None:
-        """Return a sentence that says why no newcomer can join. None if newcomers can join."""
+        """Return why no newcomer can join. None if newcomers can join."""
         return "its members do not meet in a store; use backend 'gloo' with init_method='file:///shared/folder'"
 
     def newcomers(self) -> Sequence[int]:
@@ -75,9 +73,7 @@ class Reconnector(ABC):
         return ()
 
     def admit(self, silence_timeout_s: float, limit: int | None = None) -> Transport:
-        """Connect the survivors and at most `limit` newcomers. None means all newcomers. See `shrink`.
-
-        A newcomer also calls this method, to be let in.
+        """Connect the survivors and at most `limit` newcomers (None: all). A newcomer also calls this method. See `shrink`.
 
         Raises:
             CollectiveTimeout: the members did not let this newcomer in.
@@ -89,10 +85,9 @@ class Reconnector(ABC):
         """Release the resources of this object. All members call this method after the group's transport was closed."""
 
     def leavers(self) -> GroupLeavers | None:
-        """Make the `GroupLeavers` of this generation. Return None if ranks do not announce that they leave the job.
+        """Make the `GroupLeavers` of this generation. None if ranks do not announce that they leave the job.
 
-        A `GroupLeavers` counts the collectives that this rank starts in the group, and finds the collectives that never finish
-        because a rank has left the job. `ShrinkableGroup` calls this method once for each generation.
+        `ShrinkableGroup` calls this method once for each generation.
         """
         return None
 

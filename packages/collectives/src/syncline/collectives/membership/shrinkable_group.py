@@ -16,11 +16,10 @@ from .reconnector import Reconnector
 
 
 class ShrinkableGroup(HostGroup):
-    """A `HostGroup` that can be replaced: the surviving members, with or without newcomers, connect and make a new group.
+    """A `HostGroup` that its surviving members can replace by a new group, with or without newcomers.
 
-    If a collective fails on a rank, the rank writes an alarm to the reconnector's store. (Over MPI there is no store: MPI
-    itself tells the ranks.) The other ranks look for the alarm when a collective takes long. So all ranks leave a broken group
-    soon, even a rank whose own connections still work.
+    If a collective fails on a rank, the rank writes an alarm to the reconnector's store, if there is one. The other ranks look
+    for the alarm when a collective takes long. So all ranks leave a broken group soon.
 
     Args:
         transport: connects the members of `reconnector.generation`.

@@ -1,7 +1,4 @@
-"""StoreReconnector: after a loss, the members of a group meet again in the store in which they met at the start.
-
-In the store, the members vote on the members of the next group (`MembershipVote`), and let newcomers in (`JoinQueue`).
-"""
+"""StoreReconnector: after a loss, the members of a group meet again in the store in which they met at the start."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ Newcomers = Callable[[], Sequence[int]]
 
 
 def nobody() -> Sequence[int]:
-    """Return no newcomers. The default of `MembershipVote.agree`."""
+    """Return no newcomers."""
     return ()
 
 
@@ -38,8 +35,8 @@ class MembershipVote:
 
     Note [Who is left]
     ~~~~~~~~~~~~~~~~~~
-    A *member* keeps its number as long as the job runs. A *generation* is one group of members. Each generation has its own
-    keys in the store. The vote has four steps::
+    A *member* keeps its number as long as the job runs. A *generation* is one group of members, with its own keys in the store.
+    The vote has four steps::
 
         1. each survivor sets here/<its number>
         2. it waits, at most `silence_timeout_s`, until each member has set its key or has certainly ended. If the
@@ -48,11 +45,9 @@ class MembershipVote:
         3. it proposes the members that have set their keys, by one compare_set of the key "members"; the first proposal wins
         4. it reads the decision. If the decision does not contain a member, `agree` raises `RankGivenUpError` in this member
 
-    The operating system tells which members have ended (`ProcessIdentity`). If a member is silent for too long, the decision
-    leaves this member out. The member reads the decision when it comes back. A survivor adds newcomers to its proposal (step
-    3). Newcomers also read the decision. Each generation has exactly one decision, even if members die during the vote, because
-    only one compare_set wins. A member that dies after step 1 may be in the decision. Then the next generation cannot connect,
-    and its members vote again.
+    The operating system tells which members have ended (`ProcessIdentity`). Survivors may add newcomers to their proposal. Each
+    generation has exactly one decision, even if members die during the vote. If a member dies after step 1, the next generation
+    may contain it and cannot connect. Then the members vote again.
 
     Args:
         store: a store for this generation only. The store must live longer than every member.
@@ -84,8 +79,7 @@ class MembershipVote:
 
         Args:
             silence_timeout_s: how long to wait for a silent member, in seconds.
-            newcomers: returns the newcomers to propose. Survivors may propose different newcomers, because only one proposal
-                wins.
+            newcomers: returns the newcomers to propose. Survivors may propose different newcomers.
 
         Raises:
             RankGivenUpError: the other members have gone on without this member. Or the running members that have not called
@@ -130,7 +124,7 @@ class MembershipVote:
 
 
 class JoinQueue:
-    """The queue of newcomers: processes that want to join a running job. Each newcomer takes a number, and waits to be let in.
+    """The queue of newcomers: processes that want to join a running job.
 
     Note [How a newcomer comes in]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -145,15 +139,13 @@ class JoinQueue:
         5. reads the decisions, from generation 0 on,
            until a decision has its number; then all members connect
 
-    Note [Who is left] above defines a generation, and describes how the members agree. A newcomer that dies before step 3 is
-    not proposed, if the newcomer is on the same machine as the proposing member. A newcomer that dies later counts as a lost
-    member: the next generation cannot connect, and the members vote again. Because of step 4, this newcomer is not proposed
-    again.
+    See also Note [Who is left] above. A newcomer that is known to have ended is not proposed. A newcomer that dies after step 3
+    counts as a lost member: the next generation cannot connect, and the members vote again. Because of step 4, this newcomer is
+    not proposed again.
 
     Args:
         store: the store in which the members meet.
-        first_size: how many members the first generation has. Their numbers are 0 to `first_size - 1`, so the first newcomer
-            gets the number `first_size`.
+        first_size: how many members the first generation has. The first newcomer gets the number `first_size`.
     """
 
     def __init__(self, store: Store, first_size: int) -> None:
@@ -231,8 +223,6 @@ _MOST_ALARM_BYTES = 2000
 class StoreReconnector(Reconnector):
     """Lets the survivors agree on the members of the next group by a `MembershipVote`. A backend's subclass connects them.
 
-    See Note [Who is left] above.
-
     Args:
         store: a store that all members can reach, and that outlives each of them.
         generation: the group's current generation.
@@ -294,7 +284,7 @@ class StoreReconnector(Reconnector):
     def _meet_again(self, silence_timeout_s: float, newcomers: Newcomers) -> Transport:
         """Vote and connect in rounds, until the members are connected. Each round leaves out members that have died.
 
-        A round takes `silence_timeout_s + 2 * CONNECT_S` at most: the vote, the connection, and a barrier.
+        A round takes `silence_timeout_s + 2 * CONNECT_S` at most.
         """
         attempts = 0
         while True:

@@ -20,9 +20,9 @@ _USUAL = frozenset({torch.Tensor, torch.nn.Parameter, ReduceOp, PremulSum, int, 
 
 
 def are_usual(values: Iterable[object]) -> bool:
-    """Whether all arguments, and all entries of lists and tuples among them, have usual types (see `_USUAL`).
+    """Whether all arguments, and all entries of lists and tuples among them, have usual types.
 
-    If true, the caller need not call `resolved` and `has_fakes` for these arguments. If false, the caller must call them.
+    If true, the caller need not call `resolved` and `has_fakes` for these arguments.
     """
     for value in values:
         kind = type(value)
@@ -45,11 +45,10 @@ def resolved(value: Any) -> Any:
 
     1. An `AsyncCollectiveTensor` (the result of torch's functional collectives) stands for the tensor that the collective
        writes. This function waits for the collective, and returns that tensor.
-    2. A `FakeTensor` stands for a tensor that does not exist: the program only computes shapes. A collective that gets a
-       `FakeTensor` ends at once, without communication, because other ranks may not call it at all (see
-       `engine.observers.shown_to_observers`).
-    3. `no_memory` refuses tensors of all other such classes, for example `DTensor` and `MaskedTensor`. `no_memory` also refuses
-       tensors inside transformations of `torch.func`, and tensors whose memory was freed.
+    2. With a `FakeTensor`, the program only computes shapes. A collective that gets a `FakeTensor` ends at once, without
+       communication, because other ranks may not call it at all (see `engine.observers.shown_to_observers`).
+    3. `no_memory` refuses tensors of other such classes, for example `DTensor`, tensors inside transformations of `torch.func`,
+       and tensors whose memory was freed.
     """
     if isinstance(value, list | tuple):
         return [resolved(entry) for entry in value]
@@ -141,7 +140,7 @@ def no_tensors(call_arguments: Mapping[str, object], *, only_on_root: str | None
 
     Args:
         call_arguments: the arguments by name.
-        only_on_root: the name of an argument that only the root gives. Only this argument may be None.
+        only_on_root: the name of an argument that may be None, because only the root gives it.
     """
     for name, given in call_arguments.items():
         if given is None and name == only_on_root:
@@ -192,7 +191,7 @@ def unusable(tensor: torch.Tensor, device_types: frozenset[str], backend_name: s
 
 
 def unwritable(tensor: torch.Tensor) -> str | None:
-    """Return an error text if several elements of the tensor share one place in memory, so that writing it makes no sense."""
+    """Return an error text if several elements of the tensor share one place in memory."""
     if not tensor.is_contiguous() and overlaps_itself(tensor.shape, tensor.stride()):
         return (
             "the tensor would be written, but several of its elements share one place in memory (strides "
@@ -245,10 +244,7 @@ def no_size(numel: object, dtype: object) -> str | None:
 
 
 def bad_splits(what: str, tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> str | None:
-    """Return an error text if `splits` do not divide a tensor's rows among `size` ranks.
-
-    `splits` has the number of rows for each rank. None means the same number for each rank.
-    """
+    """Return an error text if `splits` do not divide a tensor's rows among the ranks. None means equal numbers of rows."""
     if tensor.dim() == 0:
         return f"expected the {what} to have at least one dimension to split, found a 0-dimensional tensor"
     rows = tensor.shape[0]

@@ -13,8 +13,7 @@ from torch.autograd.graph import increment_version
 def untracked() -> torch.inference_mode:
     """A context in which any tensor may be written, even one that requires a gradient or was made in inference mode.
 
-    `torch.no_grad()` is not enough: torch refuses to write a tensor that was made in inference mode on a thread that is not in
-    inference mode. A collective may run on another thread than the caller's.
+    `torch.no_grad()` is not enough: it does not allow writing to a tensor that was made in inference mode.
     """
     return torch.inference_mode()
 
@@ -62,8 +61,7 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
 def in_plain_order(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor itself if its memory holds its values in order, else a contiguous copy.
 
-    A copy is needed for tensors that are not contiguous, and for tensors that torch conjugates or negates lazily (`conj()`,
-    `conj().imag`).
+    A copy is needed if the tensor is not contiguous, or lazily conjugated or negated (`conj()`, `conj().imag`).
     """
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
@@ -71,16 +69,13 @@ def in_plain_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as a tensor with one dimension. A tensor that has one dimension is returned unchanged."""
+    """View a contiguous tensor as a tensor with one dimension."""
     return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as flat uint8.
-
-    For torch, a tensor with a single element is contiguous with any stride. But torch can view this tensor as another dtype
-    only if the stride is 1. So the stride is set to 1.
-    """
+    """View a contiguous tensor as flat uint8."""
+    # torch views a tensor as another dtype only if its stride is 1. A tensor with one element may have any stride.
     return tensor.view(-1).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -116,10 +111,9 @@ def pack(
         size: the number of ranks.
 
     Returns:
-        The part (the data of one rank) and the whole (the data of all ranks). In an all-reduce, reduce or broadcast, the part
-        and the whole are the same object: this rank's tensor, or a contiguous copy of this tensor. In an all-to-all, the part
-        has room for all outputs, and the whole has all inputs. In a gather or scatter, the whole is None on the ranks that are
-        not the root.
+        The part (the data of one rank) and the whole (the data of all ranks). In an all-reduce, reduce or broadcast, both are
+            the same object. In an all-to-all, the part has room for all outputs, and the whole has all inputs. In a gather or
+            scatter, the whole is None on ranks other than the root.
     """
     if name in _ONE_TENSOR:
         wire = in_plain_order(writes[0])

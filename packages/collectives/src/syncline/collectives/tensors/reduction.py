@@ -26,10 +26,7 @@ _PIECE_NUMEL = 64 * 1024
 
 
 def core_op(op: Reduction) -> ReduceOp:
-    """Return the operation that combines two terms: SUM if `op` is AVG or PREMUL_SUM, otherwise `op`.
-
-    AVG divides after the sum. PREMUL_SUM multiplies each term before the sum.
-    """
+    """Return the operation that combines two terms: SUM if `op` is AVG or PREMUL_SUM, otherwise `op`."""
     return ReduceOp.SUM if isinstance(op, PremulSum) or op is ReduceOp.AVG else op
 
 
@@ -39,13 +36,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def reduce_in_rank_order(op: Reduction, terms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Combine one tensor of each rank, in the order of the ranks. So every rank that computes the result gets the same bits.
+    """Combine one tensor of each rank, in the order of the ranks. Every rank that computes the result gets the same bits.
 
-    float16 and bfloat16 tensors are converted to float32, combined and scaled in float32, and rounded once.
+    float16 and bfloat16 are combined in float32, and rounded once.
 
     Args:
         op: a reduction that is defined for the dtype (see `check_reduction`).
-        terms: at least one tensor; all have the same shape, dtype and device. The tensors are not changed.
+        terms: at least one tensor; all have the same shape, dtype and device. Only read.
 
     Returns:
         A new tensor with the shape and dtype of the terms.
@@ -79,7 +76,7 @@ def reduce_into(out: torch.Tensor, op: Reduction, terms: Sequence[torch.Tensor])
 def reducer_of(terms: Sequence[torch.Tensor], op: Reduction, dtype: torch.dtype) -> Callable[..., object]:
     """Make a function that reduces these terms as `reduce_into` does. The function takes the keyword `out` for the result.
 
-    If the same terms are reduced often, this is cheaper than `reduce_into`, because the arithmetic is chosen only once.
+    If the same terms are reduced often, this is cheaper than `reduce_into`.
     """
     if _is_one_addition(op, terms, dtype):
         return functools.partial(torch.add, *terms)
@@ -94,8 +91,8 @@ def combine(op: Reduction, terms: Sequence[torch.Tensor], out: torch.Tensor) -> 
     Args:
         op: see `reduce_in_rank_order`.
         terms: see `reduce_in_rank_order`.
-        out: a tensor with room for the result; may be one of the terms. Only the last operation writes `out`, and only if `out`
-            has the dtype of `accumulation_dtype`.
+        out: a tensor with room for the result; may be one of the terms. Written only if it has the dtype of
+            `accumulation_dtype`.
 
     Returns:
         The tensor with the result: `out`, or a new tensor.

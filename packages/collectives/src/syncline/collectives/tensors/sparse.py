@@ -1,4 +1,4 @@
-"""All-reduce of sparse tensors. Every rank gathers all elements, because each rank may have elements at different indices."""
+"""All-reduce of sparse tensors. Every rank gathers all elements."""
 
 from __future__ import annotations
 
@@ -46,9 +46,8 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
         DisagreementError: shape, dtype, number of sparse dimensions or `op` differ. All ranks raise this error, from the call
             or from `wait()`.
 
-    Cost: three all-gathers: of the element counts, the indices and the values. Every rank pads its indices and values to the
-    largest count of any rank. So each of p ranks gathers p times the bytes of the largest tensor. If most elements are
-    present, a dense all-reduce is cheaper.
+    Cost: three all-gathers: of the element counts, the indices and the values, padded to the largest count. If most elements
+    are present, a dense all-reduce is cheaper.
     """
     if not (isinstance(op, PremulSum) or op in (ReduceOp.SUM, ReduceOp.AVG)):
         raise InvalidArgumentError(
@@ -72,7 +71,7 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
     future = new_future([tensor])
 
     def finish(done: TensorsFuture) -> None:
-        """Set the future's result or error. torch's `then` is not used, because it would keep only the text of an error."""
+        """Set the future's result or error. torch's `then` would keep only the text of an error."""
         try:
             gather_elements(done)
         except Exception as error:  # noqa: BLE001 - the future's waiters must get it
@@ -90,8 +89,7 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
 def _total(group: Gatherer, mine: torch.Tensor, counts: list[int], op: Reduction) -> torch.Tensor:
     """Gather the elements of all ranks, and return their sum or mean.
 
-    A callback of the first all-gather calls this function, so the collectives here run before all later calls of the program.
-    See Note [One total order] in `engine.queue`.
+    Called in a callback of the first all-gather. See Note [One total order] in `engine.queue`.
     """
     values = mine.values()
     if isinstance(op, PremulSum):

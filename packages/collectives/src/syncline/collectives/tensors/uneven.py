@@ -1,4 +1,4 @@
-"""Reduce-scatter with results of different sizes. It is made of one `reduce` to each rank."""
+"""Reduce-scatter with results of different sizes, made of one `reduce` to each rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Reducing(Protocol):
 
 
 def is_uneven(inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether the inputs of a reduce-scatter differ in shape. Ranks whose inputs have the same shapes get the same answer."""
+    """Whether the inputs of a reduce-scatter differ in shape."""
     return any(entry.shape != inputs[0].shape for entry in inputs[1:])
 
 
