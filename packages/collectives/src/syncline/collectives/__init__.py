@@ -12,24 +12,22 @@ To read the code, follow a tensor from `all_reduce(tensor)` to shared memory:
 
 1. `api.functional` finds the group.
 2. `group.ProcessGroup` checks the arguments, and makes the call's `Signature` (`engine.call`).
-3. `engine.host_group.HostGroup` makes the `Call` (`engine.call`), and runs the call in its turn (`engine.queue`). In the first
-   call with a signature, the group's `Transport` (`engine.transport`) makes a plan. Later calls reuse the plan.
-4. The plan runs. Over MPI on one node, the plan is a `NodePlan` (`transports.mpi.node.plan`). Its algorithm depends on the
-   size of the tensor. `transports.mpi.node.eager` is for small tensors: each rank copies its tensor into a slot of shared
-   memory, and reduces the slots of all ranks. `transports.mpi.node.window` is for large tensors in shared memory: each rank
-   reduces one part of the tensor, directly in the tensors of all ranks.
+3. `engine.host_group.HostGroup` makes the `Call` (`engine.call`), and runs the call in its turn (`engine.queue`). The group's
+   `Transport` (`engine.transport`) makes a plan for each signature.
+4. The plan runs. Over MPI on one node, it is a `NodePlan` (`transports.mpi.node.plan`). For small tensors it uses
+   `transports.mpi.node.eager`: each rank copies its tensor into a slot of shared memory, and reduces the slots of all ranks.
+   For large tensors in shared memory it uses `transports.mpi.node.window`: each rank reduces one part of the tensor, directly
+   in the tensors of all ranks.
 
 The transport with the least code is `transports.threads`. For NCCL, begin with the two drawings in `transports.nccl.group`.
 
 You can also follow an error. Suppose that a rank is killed during a collective:
 
 1. Another rank waits, for example in `transports.mpi.node.shared_sync`, and calls `CancelScope.check` (`engine.cancel_scope`)
-   now and then. If a library blocks the rank, the monitor thread calls `check` (`health.monitor`).
-2. `check` calls `HostGroup._why_call_cannot_end`, which asks `health.liveness`. The result is an error that names the lost
-   rank.
-3. `HostGroup._fail` (`engine.host_group`) adds the call and the group to the error's text (`FailureWords`, `engine.failure`).
-   `EngineGroup._reported` (`engine.engine_group`) writes a report (`health.report`). Finally, `_fail` remembers the error, and
-   tells the other ranks.
+   now and then. If a library blocks the rank, the monitor (`health.monitor`) does this.
+2. `HostGroup._why_call_cannot_end` asks `health.liveness`. The result is an error that names the lost rank.
+3. `HostGroup._fail` adds the call and the group to the error's text (`engine.failure`), lets `health.report` write a report,
+   and tells the other ranks.
 4. If the script does not catch the error, `startup.uncaught_errors` prints it. Over MPI, `transports.mpi.job_abort` then ends
    the job.
 

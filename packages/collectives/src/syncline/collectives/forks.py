@@ -72,12 +72,7 @@ def is_fork_of_rank() -> bool:
 
 
 def not_the_rank(call: str, place: str) -> GroupClosedError:
-    """Return the error for a forked child that uses a group, or waits for a call, of its parent.
-
-    Args:
-        call: the call's name.
-        place: rank and group in words.
-    """
+    """Return the error for a forked child that uses a group, or waits for a call, of its parent. `place` is rank and group."""
     return GroupClosedError(
         f"{call} on {place}: this process (pid {os.getpid()}) is a fork of that rank, and only the rank itself communicates. "
         "Let the rank call it, or start a process that communicates by 'spawn', with a group of its own"

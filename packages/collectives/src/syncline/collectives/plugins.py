@@ -15,12 +15,7 @@ def plugin_names(group: str) -> list[str]:
 
 
 def load_plugin(group: str, name: str, attributes: Sequence[str]) -> Any:
-    """Import the plugin of this name.
-
-    Args:
-        group: the group of entry points, such as "syncline.commands".
-        name: the plugin's name in the group.
-        attributes: the names that the plugin must define.
+    """Import the plugin `name` of a group of entry points, such as "syncline.commands". It must define all `attributes`.
 
     Raises:
         InvalidArgumentError: no installed package offers the name.

@@ -39,11 +39,7 @@ def _prepare_to_block(is_done: Callable[[], bool]) -> None:
 class GroupFuture(AnyFuture):
     """The future of a collective. A callback of the same group can wait for the future without a deadlock.
 
-    If a callback given to `then` raises an error, the future that `then` returned fails with this error. (torch's `then` would
-    replace the error by a RuntimeError.)
-
-    Args:
-        devices: the CUDA devices of the tensors that the future will hold; see `devices_of`.
+    If a callback given to `then` raises an error, the future that `then` returned fails with this error.
     """
 
     def __init__(self, devices: Devices) -> None:
@@ -83,15 +79,10 @@ def new_future(tensors: Sequence[torch.Tensor]) -> TensorsFuture:
 
 
 def fail_future(future: AnyFuture, error: BaseException, devices: Devices) -> None:
-    """Complete a future with an error of any class.
+    """Complete a future with an error of any class. `devices` are the CUDA devices with which the future was made.
 
-    If torch cannot store the error, the future gets a `TransportError` with the error as its `__cause__`. torch refuses an
-    error that is not an `Exception`, and on CUDA an error that cannot be pickled.
-
-    Args:
-        future: a future that is not complete.
-        error: the error that `future.wait()` raises.
-        devices: the CUDA devices with which the future was made; see `devices_of`.
+    torch cannot store an error that is not an `Exception`, or on CUDA an error that cannot be pickled. Then the future gets a
+    `TransportError` with the error as its `__cause__`.
     """
     if not isinstance(error, Exception) or (devices and not _can_be_pickled(error)):
         named = TransportError(f"{type(error).__name__}: {error}")
@@ -155,23 +146,17 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
     ~~~~~~~~~~~~~~~~~~~~~~~~
     torch's `Future.set_exception` stores the exception as the future's value, and Python's `wait` raises it. C++ code (the
     reducer of torch's DDP, its communication hooks) takes this value for a list of tensors, and dies by SIGSEGV. C++ sees a
-    failure only if a function given to torch's own `then` has raised an error. Then C++ gets a RuntimeError with the
-    exception's text.
+    failure only if a function given to torch's own `then` has raised an error.
 
     Our own futures keep the exception, because our callers catch it by its class. So torch's C++ code must not get our futures.
     It gets new futures from this function: from works of our groups, and from our hooks under torch's DDP.
 
-    There is one exception: if torch asks a work for its future *inside a callback* of our groups, torch gets our own future.
-    Only our own future can be waited for in a callback (see `GroupFuture.wait`). If the callback raises the future's error,
-    torch's `then` lets C++ see the error. In a callback, never wait for a future that this function has made; wait for the work
-    instead.
+    There is one exception: *inside a callback* of our groups, torch gets our own future, because only our own future can be
+    waited for there (see `GroupFuture.wait`). If the callback raises the future's error, torch's `then` lets C++ see the error.
+    In a callback, never wait for a future that this function has made; wait for the work instead.
 
-    A callback of `future` completes the new future, so callbacks of the new future run inside a callback of `future`. The group
-    then knows that they belong to its collective (see Note [Late callbacks] in `engine.queue`).
-
-    Args:
-        future: a future of ours or of torch.
-        tensors: the tensors that `future` will hold.
+    A callback of `future` completes the new future, so the group knows that callbacks of the new future belong to its
+    collective (see Note [Late callbacks] in `engine.queue`).
     """
     is_over: AnyFuture = AnyFuture(devices=devices_of(tensors))
 

@@ -30,10 +30,7 @@ _BLOCKING_BYTES = 1 << 20
 def plan_buffers(nbytes: Sequence[int], kinds: Sequence[object], buffer_size_bytes: int) -> list[list[int]]:
     """Decide which tensors share a flat buffer. A pure function.
 
-    Args:
-        nbytes: size of each tensor in bytes.
-        kinds: the kind of each tensor, such as (dtype, device). A buffer holds tensors of one kind only.
-        buffer_size_bytes: the largest size of a buffer. A larger tensor gets a buffer of its own.
+    A buffer holds tensors of one kind only. A tensor above `buffer_size_bytes` gets a buffer of its own.
 
     Returns:
         For each buffer, the indices of its tensors in ascending order. The buffers are ordered by their first index.
@@ -174,12 +171,7 @@ def all_gather_coalesced(
 
 @dataclass
 class _Pending:
-    """A collective on flat memory, and the tensors to which this memory is copied when the collective ends.
-
-    Attributes:
-        memory: the flat buffer; for an all_gather, one buffer for each rank.
-        destinations: the caller's tensors, in the order of their elements in the memory; empty: copy nothing.
-    """
+    """A collective on flat memory, and the tensors to which this memory is copied when the collective ends."""
 
     work: Work
     memory: torch.Tensor | list[torch.Tensor]

@@ -318,13 +318,9 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def rank_in(group: ProcessGroup, rank: int | None, group_rank: int | None, *, default: int | None = None) -> int:
-    """Return a rank of `group`, from a pair of arguments such as `src` and `group_src`.
+    """Return a rank of `group`, from a pair of arguments such as `src` (a rank of the default group) and `group_src`.
 
-    Args:
-        group: the group.
-        rank: a rank of the default group, such as `src`, or None.
-        group_rank: a rank of `group`, such as `group_src`, or None.
-        default: the result if `rank` and `group_rank` are None.
+    `default` is the result if `rank` and `group_rank` are None.
 
     Raises:
         InvalidArgumentError: both ranks are given, or none and there is no default, or `rank` is not in the group.

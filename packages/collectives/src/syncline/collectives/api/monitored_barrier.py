@@ -53,8 +53,8 @@ class _Messages:
 
     Note [Messages of the monitored barrier]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Each rank counts its calls. A message is two numbers. The first says which call of the other rank (not rank 0) the message
-    is about. The second is the question: the number of rank 0's call, or 0 for no question.
+    Each rank counts its calls. A message is two numbers: the call of the other rank (not rank 0), and the question. The
+    question is the number of rank 0's call, or 0 for no question.
 
     1. A rank other than 0 calls the function, and sends (the number of its call, no question).
     2. When all ranks have come, rank 0 asks each rank whether it still waits: (the rank's call, the call of rank 0).
@@ -66,7 +66,7 @@ class _Messages:
 
     Attributes:
         call: how many barriers this rank has called.
-        came: on rank 0: for each rank that has come and has not got the message of step 4, the number of its latest call.
+        came: on rank 0, the latest call of each rank that has come and has not got the message of step 4.
     """
 
     def __init__(self) -> None:

@@ -65,11 +65,9 @@ def _gathered(payload: bytes, group: ProcessGroup) -> list[tuple[torch.Tensor, i
 
 
 def message_device(group: ProcessGroup, otherwise: torch.device | None = None) -> torch.device:
-    """The device for tensors that carry lengths and pickles between the ranks of a group. The CPU, if the group serves the CPU.
+    """The device for tensors that carry lengths and pickles between the ranks of a group: the CPU, if the group serves the CPU.
 
-    Args:
-        group: the group of the collectives.
-        otherwise: the result if the group does not serve the CPU. None means this process's current GPU.
+    Otherwise the result is `otherwise`, or this process's current GPU if `otherwise` is None.
     """
     if "cpu" in group.device_types:
         return torch.device("cpu")

@@ -24,10 +24,7 @@ def placement_of(group: ProcessGroup | None = None) -> Placement:
     """Return the node of each rank of a group, and this process's number among the ranks of its node.
 
     For groups from torch.distributed, and groups after the loss or admission of ranks, the first call is a collective: every
-    rank must call this function. For other groups the function does not communicate.
-
-    Args:
-        group: the group; None means the default group.
+    rank must call this function.
     """
     chosen = resolve_group(group)
     found = _placements.get(chosen)
@@ -46,20 +43,12 @@ def _find(group: ProcessGroup) -> Placement:
 
 
 def get_local_rank(group: ProcessGroup | None = None) -> int:
-    """This process's number among the ranks of the group on its node, from 0. May communicate; see `placement_of`.
-
-    Args:
-        group: the group; None means the default group.
-    """
+    """This process's number among the ranks of the group on its node, from 0. May communicate; see `placement_of`."""
     return placement_of(group).local_rank
 
 
 def get_local_size(group: ProcessGroup | None = None) -> int:
-    """How many ranks of the group are on this process's node. May communicate; see `placement_of`.
-
-    Args:
-        group: the group; None means the default group.
-    """
+    """How many ranks of the group are on this process's node. May communicate; see `placement_of`."""
     return placement_of(group).local_world_size
 
 
@@ -67,23 +56,17 @@ def get_node_rank(group: ProcessGroup | None = None) -> int:
     """The number of this process's node among the nodes of the group, from 0. Nodes are ordered by their lowest rank.
 
     May communicate; see `placement_of`.
-
-    Args:
-        group: the group; None means the default group.
     """
     return placement_of(group).node
 
 
 def default_device(group: ProcessGroup | None = None) -> torch.device:
-    """Return the device that this rank should compute on. A collective: every rank of the group calls this function.
+    """Return the device that this rank should compute on. Every rank of the group calls this function.
 
     If no rank of the node sees a CUDA device, the result is the CPU. Otherwise, in the order of ranks, each rank of a node
     takes the first device that it sees and that no earlier rank has taken. So if all ranks see all devices, each rank takes the
     device with the number of its local rank. If each rank sees one device of its own (`srun --gpus-per-task=1`), each rank
     takes `cuda:0`.
-
-    Args:
-        group: the group; None means the default group.
 
     Raises:
         LaunchError: a node has fewer devices than ranks, or some ranks see no device. Every rank of the node raises this error.

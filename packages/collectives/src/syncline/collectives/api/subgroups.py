@@ -98,10 +98,6 @@ def verify_request(group: ProcessGroup, request: str) -> None:
 
     Cost: an all_reduce of 16 bytes. If the requests differ, also two all-gathers of at most 1024 bytes from each rank.
 
-    Args:
-        group: the group.
-        request: this rank's request as text, such as "new_group([0, 1])".
-
     Raises:
         DisagreementError: the requests differ. All ranks raise this error.
     """
@@ -112,12 +108,7 @@ def verify_request(group: ProcessGroup, request: str) -> None:
 
 
 def different_requests(requests: Sequence[str], place: str) -> str:
-    """The error message for requests that differ. A pure function.
-
-    Args:
-        requests: the request of each rank, in the order of the ranks; see `verify_request`.
-        place: this rank and the group, in words.
-    """
+    """The error message for requests that differ. `requests` has one entry for each rank. A pure function."""
     said = Statements.of(requests).in_words()
     return f"{place}: the ranks ask for different groups ({said}); let every rank make the same calls with the same arguments"
 

@@ -26,12 +26,11 @@ class Signature(NamedTuple):
         name: the method's name, such as "all_reduce".
         op: the reduction, or None.
         root: the root's rank in the group, or None.
-        dtype: the dtype of the main tensor (the method's argument `tensor` or `output`); None if the call has no tensor.
-        shape: the shape of the main tensor; empty if the call has no tensor.
-        device_type: the type of device on which the call's tensors are, such as "cpu".
+        dtype: the dtype of the main tensor (the method's argument `tensor` or `output`), or None.
+        shape: the shape of the main tensor.
+        device_type: the type of device of the tensors, such as "cpu".
         detail: other facts that must be equal on all ranks, such as "dtype=torch.int8", or "".
         splits: for an all-to-all, how many elements this rank receives from each rank, and how many it sends to each rank.
-            Splits may differ between ranks.
     """
 
     name: str
@@ -129,21 +128,15 @@ _LIBRARIES = ("syncline.", "torch.")
 
 
 class Call:
-    """One call of a collective that this rank has issued.
-
-    The recorder (`health.recorder`) keeps this object after the call has ended, so the object then drops its references to
-    tensors.
-
-    Args:
-        signature: the kind of the collective, with its reduction, root, dtype and shape.
-        number: the call's number on this rank, from 0; None for calls that not all ranks of the group issue.
-        reads: tensors that the call only reads.
-        writes: tensors that the call writes, or reads and writes.
-        mark: a text for errors and for the comparison of calls, or None; see `ProcessGroup.marked`.
+    """One call of a collective that this rank has issued. A call that is over refers to no tensor.
 
     Attributes:
-        position: the call's index, from 0, in the order in which the group runs its calls with a number. None before the call
-            begins, or without a number.
+        number: the call's number on this rank, from 0; None for calls that not all ranks of the group issue.
+        reads: tensors that the call only reads.
+        writes: tensors that the call writes.
+        mark: a text for errors and for the comparison of calls, or None; see `ProcessGroup.marked`.
+        position: the call's index, from 0, in the order in which the group runs its calls. None before the call begins, or
+            without a number.
         state: QUEUED, RUNNING, DONE or FAILED.
         issued_at: seconds since the epoch, by this rank's clock.
         scope: ends the call's waits; None before the call begins.
@@ -272,7 +265,7 @@ class CallRecord:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> CallRecord:
-        """Make a record again from `content`, the result of `as_dict`.
+        """Make a record from a result of `as_dict`.
 
         Raises:
             KeyError, TypeError: `content` is not a result of `as_dict`.

@@ -151,15 +151,15 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 class DetachedCall(Generic[T]):
-    """Calls a function once, on a new daemon thread. If the function never returns, the thread stays blocked.
+    """Calls a function once, on a new daemon thread, which stays blocked if the function never returns.
 
-    Use this class for a library function that may block in C code. `wait` waits only until its scope ends, even if the function
-    does not return. At exit, the process waits at most 5 seconds for the threads of all such calls.
+    Use this class for a library function that may block in C code. `wait` ends with its scope in any case. At exit, the process
+    waits at most 5 seconds for the threads of all such calls.
 
     Args:
         function: the function to call. After the call, this object keeps no reference to the function.
         name: the name of the thread.
-        context: returns a context manager. The thread calls the function inside this context.
+        context: returns a context manager, inside which the thread calls the function.
 
     Attributes:
         done: an event that is set when the function has returned or raised an error.

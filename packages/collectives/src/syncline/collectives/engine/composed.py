@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 
 class DelegatingGroup(ProcessGroup):
-    """Passes every call on to one of its member groups.
-
-    Args:
-        groups: the member groups, at least one. All have the same ranks in the same order.
-    """
+    """Passes every call on to one of its member groups. All have the same ranks in the same order."""
 
     def __init__(self, groups: Sequence[ProcessGroup]) -> None:
         first = groups[0]
@@ -118,12 +114,9 @@ class DelegatingGroup(ProcessGroup):
 
 
 class PerDeviceGroup(DelegatingGroup):
-    """A group with one member group for each type of device. A barrier runs on the first member group.
+    """A group with one member group, of the same ranks, for each type of device ("cpu", "cuda").
 
-    Calls of different member groups may run in any order.
-
-    Args:
-        groups: the member group for each type of device ("cpu", "cuda"). All have the same ranks.
+    Calls of different member groups may run in any order. A barrier runs on the first member group.
     """
 
     def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
@@ -229,8 +222,8 @@ class PerDeviceGroup(DelegatingGroup):
 class RoundRobinGroup(DelegatingGroup):
     """Passes its calls on to its member groups in turn, so that several collectives can run at the same time.
 
-    Calls of different member groups may run in any order. A call in a callback of a future raises a `MisuseError`, because the
-    ranks could choose different member groups. In a callback, call a method of one of the `groups` directly.
+    Calls of different member groups may run in any order. In a callback of a future, call a method of one of the `groups`; a
+    call of this group raises a `MisuseError`.
 
     Args:
         groups: the member groups, at least one. All have the same ranks in the same order.

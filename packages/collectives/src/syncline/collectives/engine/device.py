@@ -33,9 +33,7 @@ class Event(ABC):
 class Stream(ABC):
     """A stream of a device, which runs its operations in the order of their issue.
 
-    Attributes:
-        device: the stream's device.
-        handle: the number by which libraries such as NCCL know the stream.
+    `handle` is the number by which libraries such as NCCL know the stream.
     """
 
     device: torch.device
@@ -59,9 +57,7 @@ class Stream(ABC):
     def run(self, body: Callable[[], None], after: Event | None) -> Event:
         """Call `body` with this stream as the current stream, and return the event after the last operation of `body`.
 
-        Args:
-            body: may allocate memory, which then belongs to this stream.
-            after: an event of another stream, for which the operations of `body` wait. None if `body` uses only its own memory.
+        The operations of `body` wait for the event `after`. Pass None if `body` uses only its own memory.
         """
         if after is not None:
             self.wait_for(after)
@@ -77,17 +73,12 @@ class Stream(ABC):
             future: gets `tensors` as its value.
             tensors: the outputs.
             done: an event of this stream.
-            captured: whether `done` is captured into a graph. Then this method must not use another stream, because a capture
-                requires that all its streams are joined at the end.
+            captured: whether `done` is captured into a graph. Then this method must not use another stream.
         """
 
 
 class DeviceRuntime(ABC):
-    """One type of device in this process, such as CUDA.
-
-    Attributes:
-        device_type: torch's name of the type, such as "cuda".
-    """
+    """One type of device in this process, such as CUDA. `device_type` is torch's name of the type, such as "cuda"."""
 
     device_type: str
 
@@ -104,9 +95,7 @@ class DeviceRuntime(ABC):
     def stream(self, device: torch.device, *, is_own: bool) -> Stream:
         """Get a stream.
 
-        Args:
-            device: the stream's device.
-            is_own: True: a stream of high priority that no other code uses. False: other code may use the stream, too.
+        With `is_own`, no other code uses the stream, and it has a high priority. Otherwise other code may use the stream, too.
         """
 
     @abstractmethod
@@ -185,15 +174,12 @@ class StreamOrder:
     1. The constructor, on the thread that issues the call: record events on the thread's current streams.
     2. The start of `entered`, on the thread that runs the collective: make the group's streams current, and let them wait for
        the events of step 1.
-    3. The end of `entered`: record events on the group's streams, after operations such as the copy back.
+    3. The end of `entered`: record events on the group's streams.
     4. `join`, on every thread that waits for the work: the thread's current streams wait for the events of step 3. The thread
        itself does not wait.
-    5. `resumed`: make the group's streams current again while the future is completed, so that operations of its callbacks come
-       after step 3.
+    5. `resumed`: make the group's streams current again while the callbacks of the future run.
 
-    Args:
-        device: the runtime of the tensors' devices.
-        tensors: pairs of a tensor that the collective uses, and the group's stream on the device of this tensor.
+    `tensors` are pairs of a tensor that the collective uses, and the group's stream on the device of this tensor.
     """
 
     def __init__(self, device: DeviceRuntime, tensors: Sequence[tuple[torch.Tensor, Stream]]) -> None:

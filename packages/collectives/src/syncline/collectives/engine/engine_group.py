@@ -42,17 +42,14 @@ _ERROR_S = 10.0
 class EngineGroup(ProcessGroup, Inherited):
     """The common base of the groups that carry out calls themselves.
 
-    It keeps a `Plan` for each signature, a record of the last calls, the first failure, and a digest of all calls, which the
-    ranks compare (see `health.agreement`).
+    It keeps a `Plan` for each signature, a record of the last calls (`recorder`), the first failure, and a digest of all calls,
+    which the ranks compare.
 
     Args:
         carrier: exchanges numbers and texts between the ranks.
         compares_later: whether the ranks compare all their calls now and then. False if they compare each call before it runs.
-        count: counts the calls that have begun, for ranks that leave the job. None: make a new counter.
+        count: counts the calls that have begun. None: make a new counter.
         liveness: finds out which ranks are lost; None if the group cannot find this out.
-
-    Attributes:
-        recorder: the record of the last calls.
     """
 
     def __init__(

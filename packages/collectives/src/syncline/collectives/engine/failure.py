@@ -12,9 +12,7 @@ from .call import Call, Signature
 class FailureWords:
     """Turns errors of a transport into errors of a group, which name the call and the lost ranks.
 
-    Args:
-        place: names this rank and the group, such as "rank 0 of 2 in group 'default'".
-        liveness: finds out which ranks are lost or stopped; None if the group cannot find this out.
+    `place` names this rank and the group.
     """
 
     def __init__(self, place: str, liveness: Liveness | None) -> None:
@@ -28,11 +26,6 @@ class FailureWords:
         - A `SynclineError` gets a new text, which begins with the call. If a rank is lost, a `TransportError` becomes a
           `RankLostError`.
         - All other errors, such as Ctrl-C or a bug, are not changed.
-
-        The text of a `RankLostError` begins like this::
-
-            all_reduce(float32[4], op=SUM), number 3 on rank 0 of 2 in group 'default': rank(s) 1 (pid 16893 on node7) ended, or
-            cannot be reached any more; look there for what ended it
         """
         # Transports raise Python's own TimeoutError, because they know neither the call nor the group.
         if isinstance(error, TimeoutError):
@@ -72,9 +65,7 @@ class FailureWords:
         return TransportError(f"the group was aborted on {self._place}")
 
     def missing(self, call: Call | None) -> str:
-        """Return a sentence about a call that did not end. The sentence names the lost and stopped ranks, if known.
-
-        `call` is None if the call has ended in the meantime.
+        """Return a sentence about a call that did not end, with the lost and stopped ranks. None means that the call has ended.
         """
         liveness = self._liveness
         ranks = () if liveness is None else (*liveness.lost(), *liveness.stopped())

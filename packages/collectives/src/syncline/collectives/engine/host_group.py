@@ -67,11 +67,10 @@ class HostGroup(EngineGroup):
 
         _issue ─ queue: this thread or the queue's ─► _run ─ agreement ─ _move: find the plan, pack, run it, unpack
 
-    [1] `_issue` makes the `Call`, which notes the line of the user's program. With `async_op=False` and no call in flight, the
-    call runs on the caller's thread. Otherwise the call is queued. [2] `_run` runs when it is the call's turn. It sets the
-    call's time limit, and adds the call to the history that the ranks compare. [3] `_move` looks for the plan of the call's
-    signature, or lets the transport make it. The plan moves the data. [4] An error in [2] or [3] is the group's first failure.
-    Afterwards the state of the transport is unknown, so every later call fails with an error that shows the first failure.
+    [1] `_issue` makes the `Call`. With `async_op=False` and no call in flight, the call runs on the caller's thread. Otherwise
+    the call is queued. [2] `_run` sets the call's time limit, and adds the call to the history that the ranks compare. [3]
+    `_move` finds the plan of the call's signature, or lets the transport make it. The plan moves the data. [4] An error in [2]
+    or [3] is the group's first failure. Afterwards every call fails with an error that shows the first failure.
 
     Sends and receives do not go through the queue. They start at once, on the caller's thread.
 
@@ -81,8 +80,7 @@ class HostGroup(EngineGroup):
             memory. None: only tensors in host memory. See Note [Order on the device] in `device`.
         check_calls: whether the ranks compare each call, with its shapes, before the call runs.
         leavers: knows which ranks have left the job, or None. See Note [Who will not come] in `health.leaving`.
-        liveness: finds out which ranks are lost, or None. If given, the monitor thread (`health.monitor`) watches the group's
-            running call.
+        liveness: finds out which ranks are lost, or None. If given, the monitor (`health.monitor`) watches the running call.
     """
 
     def __init__(

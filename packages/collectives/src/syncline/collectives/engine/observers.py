@@ -49,14 +49,13 @@ class Group(Protocol):
 
 
 class ObservedCall:
-    """One call on this rank, and when it began and ended, in seconds of `time.perf_counter()`.
+    """One call on this rank.
 
     Attributes:
         name: the method's name, such as "all_reduce".
         group: the group of the call.
-        started: when the method was called.
-        finished: when the call ended. None while the call is in flight, and always None for a send or receive that had not
-            ended when the method returned.
+        started: when the method was called, in seconds of `time.perf_counter()`.
+        finished: when the call ended, or None. None for ever if a send or receive had not ended when the method returned.
     """
 
     __slots__ = ("finished", "group", "name", "started")
@@ -139,14 +138,9 @@ def shown_to_observers(method: Method) -> Method:
 
 
 def shown(group: Group, name: str, tensors: list[torch.Tensor], issue: Callable[[], Work], *, is_async: bool) -> Work:
-    """Issue a call of a group. If a profiler runs and the group shows its calls, open a range for the call; see `profiled`.
+    """Issue a call of a group by `issue`. If a profiler runs and the group shows its calls, open a range for the call.
 
-    Args:
-        group: the group of the call.
-        name: the method's name, such as "all_reduce".
-        tensors: the tensors whose shapes the range shows.
-        issue: issues the call.
-        is_async: whether the call may go on after `issue` has returned.
+    The range shows the shapes of `tensors`. `is_async`: whether the call may go on after `issue` has returned.
     """
     # Open no range if no profiler runs, or if the groups inside this group show the call.
     if not profiler_runs() or group.profiled_as is None:
@@ -157,11 +151,7 @@ def shown(group: Group, name: str, tensors: list[torch.Tensor], issue: Callable[
 def profiled(title: str, tensors: list[torch.Tensor], issue: Callable[[], Work], *, is_async: bool) -> Work:
     """Issue a call inside a range of torch's profiler. The range lasts until the call is over.
 
-    Args:
-        title: the name of the range.
-        tensors: the tensors whose shapes the range shows.
-        issue: issues the call, which may make other calls.
-        is_async: whether the call may go on after `issue` has returned.
+    The arguments are those of `shown`; `title` is the name of the range.
     """
     # An outer call has opened the range already.
     if _here.is_profiled:

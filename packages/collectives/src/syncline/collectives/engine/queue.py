@@ -43,32 +43,26 @@ class Queue:
 
     1. Tasks issued outside of callbacks run in the order of issue.
     2. While a task and the callbacks of its future run, no other task starts. The running thread has the turn (it holds the
-       lock `_turn`). Only the thread that has the turn takes tasks out of the queue.
-    3. A task issued *from a callback of a running task* runs at once, inside the callback, before all queued tasks. So the
-       callback may wait for the new task.
+       lock `_turn`).
+    3. A task issued *from a callback of a running task* runs at once, inside the callback. So the callback may wait for this
+       task.
     4. If a callback waits for a queued task, or for a future that depends on this task, the callback's thread runs the queue up
        to this task (`run_until`). This does not work for futures that torch makes, such as `torch.futures.collect_all`.
-    5. If a thread outside of callbacks waits for a work while the turn is free, this thread runs the queue up to this work's
-       task (`help`), because waking another thread takes longer than a small collective. The callbacks of these tasks may want
-       a lock that the waiting thread holds. So the thread hands them over to the queue's thread (`hand_over`), and stops. The
-       queue's thread runs them before all queued tasks.
+    5. If a thread outside of callbacks waits for a task while the turn is free, this thread runs the queue up to this task
+       (`help`), because waking another thread takes longer than a small collective. Callbacks may want a lock that the waiting
+       thread holds. So the thread hands them over to the queue's thread (`hand_over`), which runs them before all queued tasks.
 
     Every rank must issue the same calls from its main thread, and attach the same callbacks to each call before the next call.
-    Then the order is the same on every rank: calls from a call's callbacks come after this call and before the next call of the
-    main thread.
+    Then the order is the same on every rank.
 
     Note [Late callbacks]
     ~~~~~~~~~~~~~~~~~~~~~
-    A program attaches a callback to the work of a call. The callback is late if the group has issued other calls in between.
-    One rank may run a late callback before these other calls, and another rank after them. So the queue refuses calls from late
-    callbacks. All ranks decide alike, because only counts of calls matter.
+    A callback is late if the group has issued other calls between the callback's call and the moment at which the program
+    attaches the callback. One rank may run a late callback before these other calls, and another rank after them. So the queue
+    refuses calls from late callbacks. All ranks decide alike, because only counts of calls matter.
 
     If the program has already waited for the work, the callback runs at once on every rank, and is not late. The queue also
-    guards callbacks of the futures that `then` returns, but not of futures that torch makes, such as
-    `torch.futures.collect_all`.
-
-    Args:
-        name: the name of the thread.
+    guards callbacks of the futures that `then` returns, but not of futures that torch makes.
 
     Attributes:
         issued: how many calls were issued outside of callbacks.
@@ -139,10 +133,7 @@ class Queue:
     def enqueue(self, task: Task) -> bool:
         """Let the queue's thread run a task after all earlier tasks. In a callback, run the task at once on this thread.
 
-        The task must not raise an error: it stores its own outcome.
-
-        Returns:
-            False if `stop` was called, so that the task will not run.
+        The task must not raise an error. Return False if `stop` was called, so that the task will not run.
 
         Raises:
             RuntimeError: the thread cannot start, so the task will not run.
@@ -271,12 +262,8 @@ class Queue:
     def issue(self, what: str, place: Callable[[], str]) -> int:
         """Count a call that this thread issues, and return the call's number for `guard`.
 
-        The number is the count of calls issued outside of callbacks, including this call. A call from a callback gets a number
-        that is larger than all others.
-
-        Args:
-            what: the call's name, for the error.
-            place: returns the rank and the group in words, for the error.
+        A call from a callback is not counted, and gets a number that is larger than all others. `what` and `place` are for the
+        error.
 
         Raises:
             MisuseError: the thread runs a late callback.

@@ -52,12 +52,7 @@ _OTHER_DTYPE = 2**_BITS - 1
 def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
     """Return the tag of a message on the wire, which contains the caller's tag and the dtype.
 
-    If the library has too few tags, return the caller's tag alone.
-
-    Args:
-        tag: the caller's tag.
-        dtype: the tensor's dtype.
-        largest: the largest tag that the library takes.
+    `largest` is the largest tag that the library takes. If it is too small, return the caller's tag alone.
 
     Raises:
         InvalidArgumentError: the caller's tag is too large for this library.

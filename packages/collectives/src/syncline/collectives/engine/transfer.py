@@ -21,8 +21,6 @@ from .transport import Request
 class TransferWork(Work):
     """A send or receive in flight. A receive fills its tensor only when a thread calls `wait` or `is_completed`.
 
-    Only `get_future` starts a thread, which waits for the transfer.
-
     Args:
         request: the transport's request.
         tensors: a list with the tensor that is sent or received.

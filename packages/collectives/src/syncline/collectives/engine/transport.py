@@ -60,10 +60,9 @@ class Plan(ABC):
         """Carry out one call. Return when this rank has done its share of the call.
 
         Args:
-            part: this rank's tensor. It is contiguous, has any shape, and is on the signature's type of device.
-            whole: a tensor with one part for each rank, in the order of ranks. In an all-reduce, reduce or broadcast, `part`
-                itself. In a gather or scatter, None on all ranks except the root. In an all-to-all, `whole` is the input, and
-                `part` the output.
+            part: this rank's tensor, contiguous, of any shape.
+            whole: a tensor with one part for each rank. In an all-reduce, reduce or broadcast, `part` itself. In a gather or
+                scatter, None except on the root. In an all-to-all, the input; `part` is the output.
             call: the call. When the call's `CancelScope` ends, the plan must stop waiting and raise an error.
 
         Raises:

@@ -1,10 +1,8 @@
-"""`Agreement` checks that all ranks of a group make the same calls.
+"""`Agreement` checks that all ranks of a group make the same calls, because different calls may succeed with wrong results.
 
-Different calls may succeed with wrong results. So the ranks compare their calls, in two ways:
-
-- *Before each call*, with `Agreement.same`, if the group has the option `check_calls`. Over shared memory the transport itself
-  compares each call, at no cost (`transports.mpi.node.shared_sync`).
-- *Now and then, and at the end*, with `Agreement.same_history`.
+The ranks compare their calls before each call (`Agreement.same`, with the option `check_calls`), or now and then
+(`Agreement.same_history`). Over shared memory the transport itself compares each call, at no cost
+(`transports.mpi.node.shared_sync`).
 
 Note [Comparison of calls]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -16,8 +14,8 @@ compare their digests and their numbers of calls at these times:
 - after every 1000 calls,
 - at the end of each backward in which a reducer sums gradients.
 
-`Signature.digest` says what the digest covers. The comparison cannot see that a rank swaps two calls with equal signatures. It
-leaves out sends and receives, for which the transport compares the sizes of the tensors.
+`Signature.digest` says what the digest covers. Sends and receives are left out: for them, the transport compares the sizes of
+the tensors.
 """
 
 from __future__ import annotations
@@ -80,11 +78,6 @@ class MessageCarrier(Carrier):
     """A carrier that sends messages of a transport, with a reserved tag.
 
     Cost of `maximum`: each rank sends ceil(log2(size)) messages, one after the other. `statements` costs twice as many.
-
-    Args:
-        transport: the transport of the messages.
-        rank: this rank.
-        size: the group's size.
     """
 
     def __init__(self, transport: Transport, rank: int, size: int) -> None:
@@ -145,13 +138,7 @@ class History(NamedTuple):
 
 
 class Agreement:
-    """Compares the calls that the ranks of one group make.
-
-    Args:
-        carrier: exchanges numbers and texts between the ranks.
-        rank: this rank.
-        recorder: the group's recorder. Error messages show its last calls.
-    """
+    """Compares the calls that the ranks of one group make. Error messages show the last calls of the group's `recorder`."""
 
     def __init__(self, carrier: Carrier, rank: int, recorder: Recorder) -> None:
         self._carrier = carrier
@@ -164,9 +151,8 @@ class Agreement:
     def same(self, text: str, scope: CancelScope) -> Statements | None:
         """Find out whether all ranks pass the same text. All ranks call this method between the same two calls of the group.
 
-        Returns:
-            None if all ranks passed the same text. Otherwise the texts of the ranks, or only this rank's text if the exchange
-                failed.
+        Return None if all texts are equal. Otherwise return the texts of the ranks, or only this rank's text if the exchange
+        failed.
 
         Cost: one `Carrier.maximum` of 16 bytes. If the texts differ, also one `Carrier.statements`.
 
@@ -179,7 +165,7 @@ class Agreement:
         return None if largest == -negative_smallest else self._statements(text, scope)
 
     def on_start(self, options: Mapping[str, object], scope: CancelScope) -> str:
-        """Compare the options that change how the ranks communicate. All ranks call this method before the group's first call.
+        """Compare the options of the ranks. All ranks call this method before the group's first call.
 
         Returns:
             A name for the run, which is the same on all ranks, and different in each run.
@@ -223,14 +209,12 @@ class Agreement:
     def same_history(self, scope: CancelScope, until: History | None = None, *, closes: bool = False) -> None:
         """Compare all calls so far with the other ranks. All ranks call this method between the same two calls of the group.
 
-        With a probability of 1 in 2**62, the comparison misses a difference.
+        With a probability of 1 in 2**62, the comparison misses a difference. Cost: one `Carrier.maximum` of 48 bytes.
 
         Args:
             scope: ends the wait for the other ranks.
             until: the history to compare. None: all calls until now.
             closes: whether this rank closes the group.
-
-        Cost: one `Carrier.maximum` of 48 bytes.
 
         Raises:
             DisagreementError: the ranks have made different calls, or only some ranks close the group. All ranks raise this
@@ -258,8 +242,7 @@ class Agreement:
     # ---- for errors ----
 
     def _statements(self, text: str, scope: CancelScope) -> Statements:
-        """Return the texts of the ranks, for an error that all ranks are about to raise; at a time limit, only this rank's text.
-        """
+        """Return the texts of the ranks, for an error that all ranks will raise; at a time limit, only this rank's text."""
         # All ranks have begun the comparison that has found a difference, so their texts come soon.
         scope = scope.within(_TELL_S)
         said = Statements()
@@ -296,13 +279,9 @@ def _from_text(text: str) -> list[CallRecord]:
 
 
 def different_histories(histories: Mapping[int, Sequence[CallRecord]], untold: Collection[int], fewest: int, most: int) -> str:
-    """Return the error text for ranks with different calls.
+    """Return the error text for ranks with different calls. `untold` are ranks whose last calls are not known.
 
-    Args:
-        histories: the last calls of each rank whose calls are known.
-        untold: ranks whose last calls are not known.
-        fewest: the smallest number of calls of any rank.
-        most: the largest number of calls of any rank.
+    `fewest` and `most` are the smallest and the largest number of calls of any rank.
     """
     counts = f"{fewest} calls each" if fewest == most else f"between {fewest} and {most} calls"
     divergence = find_divergence(histories)
@@ -340,10 +319,7 @@ def name_of_run(started_ns: int) -> str:
 def different_splits(counts: Sequence[Sequence[Sequence[int]]]) -> str | None:
     """Return the error text for an all-to-all whose splits do not match, or None if the splits match.
 
-    Some libraries do not report a mismatch, but leave a part of the output unchanged, or end the process.
-
-    Args:
-        counts: for each rank, two lists: how many elements the rank expects from each rank, and how many it sends to each rank.
+    `counts` has two lists for each rank: how many elements the rank expects from each rank, and how many it sends to each rank.
     """
     for receiver, (expected, _) in enumerate(counts):
         for sender, (_, sent) in enumerate(counts):

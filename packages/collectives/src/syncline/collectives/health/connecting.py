@@ -27,13 +27,9 @@ def speakers(size: int) -> list[int]:
 class Connecting:
     """A context manager for connecting a group. In its `with` block, the calling thread may wait for ranks that never come.
 
-    1. After `warning_s` seconds in one step, the monitor logs a warning on the ranks that `speakers` returns.
+    1. After `warning_s` seconds in one step, the monitor logs a warning on the ranks that `speakers` returns. 0: no warning.
     2. At the time limit, a thread that checks `scope` regularly raises an error.
-    3. If the thread is stuck in a library, the monitor prints the `step` and ends the process, a little after the time limit.
-
-    Args:
-        timeout_s: the time limit for connecting, in seconds.
-        warning_s: the time before a warning, in seconds; 0: no warning.
+    3. If the thread is stuck in a library, the monitor ends the process, a little after the time limit.
 
     Attributes:
         scope: has the time limit of all steps together. The scope also ends if a rank is lost.

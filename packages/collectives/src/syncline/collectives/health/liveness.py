@@ -115,11 +115,7 @@ def _stat(pid: int) -> tuple[str, int] | None:
 class Run:
     """The current run of the job, and this process's rank in the run.
 
-    Attributes:
-        name: the name of the run. The name is the same on all ranks, and different in each run.
-        rank: this rank.
-        size: the number of ranks in the first group, which has all ranks.
-        pid: the process id of the rank. A forked child has another process id.
+    `size` is the number of ranks in the first group. `pid` differs from the process id of a forked child.
     """
 
     name: str
@@ -144,11 +140,6 @@ def note_run(name: str, rank: int, size: int) -> None:
     """Set the run of this process. Each group calls this function when it starts.
 
     Only the first group with more than one rank has an effect, because it contains all ranks of the job.
-
-    Args:
-        name: the run's name.
-        rank: this process's rank in the group.
-        size: the number of ranks in the group.
     """
     global _run
     if size > 1 and current_run() is None:
@@ -175,10 +166,8 @@ LostRanks = Callable[[], Sequence[int]]
 class Liveness:
     """Finds out whether the processes of a group's ranks still exist. Any thread may call the methods.
 
-    This object sees only processes of this node. `lost_ranks` may report ranks of other nodes.
-
     Args:
-        members: the process of each rank, as far as it is known.
+        members: the process of each rank, as far as it is known. Only processes of this node can be looked at.
         rank: this rank.
         lost_ranks: returns ranks that another source, such as the library, reports as lost. It must not block.
     """
@@ -220,9 +209,9 @@ class Liveness:
         return self.error(lost) if lost and len(lost) == len(peers) else None
 
     def loss_behind(self, error: Exception) -> RankLostError | None:
-        """Look for a lost rank that explains `error`, an error of the transport. Return an error that names the lost rank.
+        """Return an error that names the lost rank behind `error`, an error of the transport. Wait at most one second.
 
-        Return None if no rank is lost, or if `error` already is a `RankLostError`. Wait at most one second for a loss.
+        None if no rank is lost, or if `error` already is a `RankLostError`.
         """
         # The transport has already found the lost rank.
         if isinstance(error, RankLostError):

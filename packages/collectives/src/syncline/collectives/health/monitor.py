@@ -4,25 +4,23 @@ Note [Who ends a call]
 ~~~~~~~~~~~~~~~~~~~~~~
 A call runs on one thread: the caller's, or the thread of the group's queue. The call can be ended in three ways, in this order:
 
-1. *By this thread.* If the library allows it, the thread waits in a loop of short checks of the call's `CancelScope`. The scope
-   ends at the time limit, or for a reason such as a lost rank. Then the thread raises the group's error. This is the normal
-   way.
-2. *By the monitor, through the library.* A thread inside a library's C code does not check the scope. Every 0.1 seconds, the
-   monitor looks at the running call of each group, and cancels the scope if a rank is lost. If the thread has not noticed the
-   end of the scope for 6 looks (`INTERRUPT_LOOKS`), the monitor calls `interrupt`. With MPI's ULFM, `interrupt` revokes the
-   communicator. Then the library returns with an error, and the thread goes on as in 1.
+1. *By this thread.* If the library allows it, the thread checks the call's `CancelScope` while it waits. The scope ends at the
+   time limit, or for a reason such as a lost rank. Then the thread raises the group's error.
+2. *By the monitor, through the library.* A thread inside a library does not check the scope. Every 0.1 seconds, the monitor
+   looks at the running call of each group, and cancels the scope if a rank is lost. If the thread has not noticed the end of
+   the scope for 6 looks (`INTERRUPT_LOOKS`), the monitor calls `interrupt`. (With MPI's ULFM, it revokes the communicator.)
+   Then the library returns with an error, and the thread goes on as in 1.
 3. *By the monitor, through the end of the process.* If the thread has not noticed after 22 looks (`END_LOOKS`), the monitor
-   ends the process, because it cannot raise an error in this thread. A thread that has noticed asks the other ranks for the
-   reason, and may get stuck in the library again. So 100 looks after the thread has noticed, the monitor calls `interrupt`, and
-   after 200 looks (`NOTICED_LOOKS`) it ends the process. Before the end, the monitor writes the group's report, and prints the
-   group, the ranks for which the call waits, and the stacks of all threads. The exit status is 70. The launcher then ends the
-   job.
+   ends the process. A thread that has noticed asks the other ranks for the reason, and may get stuck in the library again. So
+   the monitor calls `interrupt` 100 looks after the thread has noticed, and ends the process after 200 looks (`NOTICED_LOOKS`).
+   First, it writes the group's report, and prints the group, the ranks for which the call waits, and all stacks. The exit
+   status is 70. The launcher then ends the job.
 
 The monitor counts looks and not seconds, so the time during which the process is stopped (SIGSTOP) does not count.
 
-Threads: the thread that runs a call sets the group's attribute `running`, without a lock. The monitor's thread reads it, and
-cancels scopes. The monitor itself never makes a call that may block: `interrupt`, and looks that call a library
-(`Looked.may_block`), run on other threads. The monitor takes no lock of a group, and keeps only weak references to groups.
+Threads: the thread that runs a call sets the group's attribute `running`, without a lock. The monitor never makes a call that
+may block: `interrupt`, and looks that call a library (`Looked.may_block`), run on other threads. The monitor takes no lock of a
+group, and keeps only weak references to groups.
 """
 
 from __future__ import annotations
@@ -150,8 +148,7 @@ class Escalation:
 class Monitor:
     """Looks at groups until it is stopped. See Note [Who ends a call].
 
-    Args:
-        end_process: called with the reason as text, if the monitor cannot end a call in another way.
+    `end_process` is called with the reason, if the monitor cannot end a call in another way.
     """
 
     def __init__(self, end_process: Callable[[str], object]) -> None:

@@ -30,11 +30,7 @@ class Recorder:
 
     Any thread may call the methods. The group calls `begin` for one call at a time, in the order in which the calls run.
 
-    Args:
-        group_name: the group's name in error messages.
-        rank: this rank in the group.
-        ranks: for each rank of the group, its rank in the job.
-        count: counts the calls that have begun. None: make a new counter.
+    `ranks` are the group's ranks in the job.
     """
 
     def __init__(self, group_name: str, rank: int, ranks: Sequence[int], count: CallCount | None = None) -> None:

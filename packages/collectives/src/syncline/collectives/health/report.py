@@ -30,13 +30,7 @@ from .statements import ranks_in_words
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """The last calls of one rank in one group.
-
-    Attributes:
-        name: the group's name.
-        ranks: for each rank of the group, its rank in the job.
-        calls: the calls, in the order in which they were issued.
-    """
+    """The last calls of one rank in one group, in the order of issue. `ranks` are ranks in the job."""
 
     name: str
     ranks: tuple[int, ...]
@@ -45,18 +39,7 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The report of one rank.
-
-    Attributes:
-        rank: the rank in the job.
-        size: the number of ranks in the job.
-        host: the host's name.
-        pid: the process id.
-        written_at: the time of writing, in seconds since the epoch.
-        reason: why the report was written.
-        groups: the records of the rank's groups.
-        stacks: the stacks of the process's threads.
-    """
+    """The report of one rank. `rank` and `size` are those of the job. `written_at` is in seconds since the epoch."""
 
     rank: int
     size: int
@@ -144,11 +127,7 @@ def _group_lines(name: str, ranks: tuple[int, ...], reports: Sequence[RankReport
 def sentence(calls: Mapping[int, Sequence[CallRecord]], missing: Sequence[int] = ()) -> str:
     """Return one sentence about a group. It names the problem, or says that all ranks finished the same calls.
 
-    A pure function.
-
-    Args:
-        calls: the calls of each rank that has reported.
-        missing: ranks of the group that have not reported.
+    `missing` are ranks of the group that have not reported. A pure function.
     """
     divergence = find_divergence(calls)
     # Different calls explain everything else, so they come first.
@@ -254,15 +233,13 @@ def report_folder() -> str:
 class Reporter:
     """Writes files with the last calls of this process's groups, and with the stacks of the process's threads.
 
-    A file has the last 256 calls of at most 32 groups, and at most 200,000 characters of stacks: about 3 MB. A process writes
-    at most 16 files.
+    A file has the last 256 calls of at most 32 groups: about 3 MB. A process writes at most 16 files.
 
     Args:
         job: the name of the run, which is the same on all ranks.
         rank: the rank in the job.
         size: the number of ranks in the job.
-        folder: the folder in which the reporter makes a folder for the run. "": write no reports. None: use the result of
-            `report_folder()` at the time of the report.
+        folder: the folder in which the reporter makes a folder for the run. "": write no reports. None: use `report_folder()`.
     """
 
     def __init__(self, job: str, rank: int, size: int, folder: str | None = None) -> None:
@@ -279,14 +256,11 @@ class Reporter:
         self._recorders.add(recorder)
 
     def write(self, reason: str) -> Path | None:
-        """Write a report. Any thread may call this method. It raises no error, because the caller already handles another one.
-
-        Args:
-            reason: why the report is written.
+        """Write a report. Any thread may call this method. It raises no error.
 
         Returns:
-            The folder of the run. None if no report was written: reports are off, this process has written 16 reports, writing
-                fails, or this process is a forked child.
+            The folder of the run. None if reports are off, this process has written 16 reports, writing fails, or this process
+                is a forked child.
         """
         base = self._folder if self._folder is not None else report_folder()
         if not base or os.getpid() != self._pid:  # a forked child, such as a data loader's worker, is not the rank
@@ -377,9 +351,8 @@ _STOP_S = 5.0
 def report_on_signal(reporter: Reporter) -> bool:
     """Write a report on every SIGUSR1 from now on, also while the main thread is inside a library.
 
-    An earlier Python handler of the program is still called. If the program sets a handler later, this handler replaces
-    Syncline's for good. If the program uses `signal.set_wakeup_fd` itself, a report waits until the main thread runs Python
-    code.
+    An earlier Python handler of the program is still called. A handler that the program sets later replaces Syncline's for
+    good.
 
     Returns:
         Whether the signal writes reports. False if the caller is not the main thread, if C code has set a handler, or if the

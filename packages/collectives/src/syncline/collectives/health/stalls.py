@@ -71,13 +71,7 @@ class Waiting:
 
 
 class StallWatch:
-    """Looks at one group now and then. If a call takes long, rank 0 logs which ranks wait in this call, and which do not.
-
-    Args:
-        recorder: the group's recorder.
-        status_post: sends lines of text from the other ranks to rank 0.
-        limit_s: rank 0 warns if a call takes longer than this time, in seconds.
-    """
+    """Looks at one group now and then. If a call takes longer than `limit_s` seconds, rank 0 logs which ranks wait in it."""
 
     may_block = True
     is_idle = False
@@ -162,11 +156,7 @@ def _parsed(line: str) -> Waiting | None:
 def stall_in_words(group_name: str, ranks: tuple[int, ...], waiting: Mapping[int, Waiting], limit_s: float) -> str:
     """Return the text of the warning: which ranks wait in which call, and which ranks do not wait. A pure function.
 
-    Args:
-        group_name: the group's name, for the warning.
-        ranks: for each rank of the group, its rank in the job.
-        waiting: the calls of the ranks that wait, by rank in the group.
-        limit_s: how long at least one rank has waited, in seconds.
+    `waiting` has ranks of the group; the text has ranks of the job.
     """
     calls: dict[tuple[int, str], list[int]] = {}
     for rank, one in sorted(waiting.items()):

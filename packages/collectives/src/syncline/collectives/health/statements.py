@@ -45,9 +45,7 @@ class Statements:
     def packed(self, most_told: int | None = MOST_TOLD) -> str:
         """Return the content as one text, which `add_packed` can read.
 
-        Args:
-            most_told: keep only this many texts, the most frequent ones; keep only the ranks of all other texts. None: keep all
-                texts.
+        The result has only the `most_told` most frequent texts, and only the ranks of all other texts. None: all texts.
         """
         texts = sorted(self.ranks, key=lambda text: -len(self.ranks[text]))
         told = [(text, runs(sorted(self.ranks[text]))) for text in texts[:most_told]]
@@ -83,21 +81,13 @@ def different_calls(said: Statements) -> DisagreementError:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return a text such as "rank 3" or "ranks 0, 1, 2". More than three consecutive ranks become a range: "ranks 0-16".
-
-    Args:
-        ranks: the ranks, in ascending order.
-    """
+    """Return a text such as "rank 3" or "ranks 0, 1, 2". More than three consecutive ranks become a range: "ranks 0-16"."""
     parts = [str(first) if first == last else f"{first}-{last}" for first, last in _shown(runs(ranks))]
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(parts)}"
 
 
 def runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first and the last rank of each range of consecutive ranks. For 0, 1, 2, 4 this is [(0, 2), (4, 4)].
-
-    Args:
-        ranks: the ranks, in ascending order.
-    """
+    """Return the first and the last rank of each range of consecutive ranks. For 0, 1, 2, 4 this is [(0, 2), (4, 4)]."""
     found: list[tuple[int, int]] = []
     for rank in ranks:
         first = found.pop()[0] if found and found[-1][1] == rank - 1 else rank

@@ -51,11 +51,7 @@ class Generation:
 
 
 class Reconnector(ABC):
-    """Connects the members of a group again after a loss. Each backend that can do this has a subclass.
-
-    Args:
-        generation: the group's current generation.
-    """
+    """Connects the members of a group again after a loss. Each backend that can do this has a subclass."""
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation

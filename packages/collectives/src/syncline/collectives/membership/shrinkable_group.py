@@ -18,8 +18,8 @@ from .reconnector import Reconnector
 class ShrinkableGroup(HostGroup):
     """A `HostGroup` that its surviving members can replace by a new group, with or without newcomers.
 
-    If a collective fails on a rank, the rank writes an alarm to the reconnector's store, if there is one. The other ranks look
-    for the alarm when a collective takes long. So all ranks leave a broken group soon.
+    If a collective fails on a rank, the rank writes an alarm to the store, if there is one. Ranks in a long collective look for
+    the alarm.
 
     Args:
         transport: connects the members of `reconnector.generation`.

@@ -42,20 +42,19 @@ class MembershipVote:
         2. it waits, at most `silence_timeout_s`, until each member has set its key or has certainly ended. If the
            running members without a key then outnumber the members with a key, the members with a key give up: perhaps only
            their connections broke, and the others still compute
-        3. it proposes the members that have set their keys, by one compare_set of the key "members"; the first proposal wins
+        3. it proposes the members that have set their keys, and newcomers, by one compare_set of the key "members"; the
+           first proposal wins
         4. it reads the decision. If the decision does not contain a member, `agree` raises `RankGivenUpError` in this member
 
-    The operating system tells which members have ended (`ProcessIdentity`). Survivors may add newcomers to their proposal. Each
-    generation has exactly one decision, even if members die during the vote. If a member dies after step 1, the next generation
-    may contain it and cannot connect. Then the members vote again.
+    The operating system tells which members have ended (`ProcessIdentity`). If a member dies after step 1, the next generation
+    cannot connect, and its members vote again.
 
     Args:
         store: a store for this generation only. The store must live longer than every member.
         members: the numbers of all members of the generation, in the order of their ranks.
         me: this process's number as a member.
-        has_ended: takes a member's number. Returns whether the member has certainly ended; false if this is not known.
-        is_running: takes a member's number. Returns whether the member certainly runs and is not stopped; false if this is not
-            known, for example for a member on another host.
+        has_ended: whether a member has certainly ended; false if this is not known.
+        is_running: whether a member certainly runs and is not stopped; false if this is not known.
     """
 
     def __init__(
@@ -79,11 +78,11 @@ class MembershipVote:
 
         Args:
             silence_timeout_s: how long to wait for a silent member, in seconds.
-            newcomers: returns the newcomers to propose. Survivors may propose different newcomers.
+            newcomers: returns the newcomers to propose.
 
         Raises:
-            RankGivenUpError: the other members have gone on without this member. Or the running members that have not called
-                `agree` outnumber the members that have called `agree`.
+            RankGivenUpError: the other members have gone on without this member, or more running members were silent than have
+                called `agree`.
             StoreError: the store itself is lost.
         """
         self._store.set(f"here/{self._me}", b"")
@@ -139,13 +138,12 @@ class JoinQueue:
         5. reads the decisions, from generation 0 on,
            until a decision has its number; then all members connect
 
-    See also Note [Who is left] above. A newcomer that is known to have ended is not proposed. A newcomer that dies after step 3
-    counts as a lost member: the next generation cannot connect, and the members vote again. Because of step 4, this newcomer is
-    not proposed again.
+    A newcomer that dies after step 3 counts as a lost member: the next generation cannot connect, and the members vote again.
+    Because of step 4, this newcomer is not proposed again.
 
     Args:
         store: the store in which the members meet.
-        first_size: how many members the first generation has. The first newcomer gets the number `first_size`.
+        first_size: how many members the first generation has. The first newcomer gets this number.
     """
 
     def __init__(self, store: Store, first_size: int) -> None:

@@ -41,12 +41,12 @@ def resolved(value: Any) -> Any:
 
     Note [Tensors that are no memory]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    A tensor whose class overrides `__torch_dispatch__` has no memory of its own; it stands for something else.
+    A tensor whose class overrides `__torch_dispatch__` has no memory of its own.
 
-    1. An `AsyncCollectiveTensor` (the result of torch's functional collectives) stands for the tensor that the collective
+    1. An `AsyncCollectiveTensor`, the result of a functional collective of torch, stands for the tensor that the collective
        writes. This function waits for the collective, and returns that tensor.
-    2. With a `FakeTensor`, the program only computes shapes. A collective that gets a `FakeTensor` ends at once, without
-       communication, because other ranks may not call it at all (see `engine.observers.shown_to_observers`).
+    2. With a `FakeTensor`, the program only computes shapes. The collective ends at once, without communication, because other
+       ranks may not call it at all (see `engine.observers.shown_to_observers`).
     3. `no_memory` refuses tensors of other such classes, for example `DTensor`, tensors inside transformations of `torch.func`,
        and tensors whose memory was freed.
     """
@@ -138,9 +138,7 @@ def is_list(value: object, kind: type = object) -> bool:
 def no_tensors(call_arguments: Mapping[str, object], *, only_on_root: str | None = None) -> str | None:
     """Return an error text if an argument is not a tensor. An argument whose name ends in "s" must be a list of tensors.
 
-    Args:
-        call_arguments: the arguments by name.
-        only_on_root: the name of an argument that may be None, because only the root gives it.
+    The argument with the name `only_on_root` may be None.
     """
     for name, given in call_arguments.items():
         if given is None and name == only_on_root:
@@ -157,12 +155,7 @@ def no_tensors(call_arguments: Mapping[str, object], *, only_on_root: str | None
 
 
 def refuse_no_tensors(collective: str, place: str, **call_arguments: object) -> None:
-    """Raise an error if `no_tensors` finds a problem in the arguments.
-
-    Args:
-        collective: the name of the call, for the message.
-        place: this rank and the group in words, for the message.
-        call_arguments: the arguments by name.
+    """Raise an error if `no_tensors` finds a problem in the arguments. `collective` and `place` are for the message.
 
     Raises:
         InvalidArgumentError: an argument is not a tensor, or not a list of tensors.

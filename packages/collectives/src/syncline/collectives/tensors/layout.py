@@ -104,11 +104,7 @@ def pack(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Pack a call's tensors into the contiguous tensors that the library moves.
 
-    Args:
-        name: the collective's name.
-        reads: the call's tensors that are only read.
-        writes: the call's tensors that are written.
-        size: the number of ranks.
+    `reads` are the tensors that the call only reads, `writes` the tensors that it writes.
 
     Returns:
         The part (the data of one rank) and the whole (the data of all ranks). In an all-reduce, reduce or broadcast, both are

@@ -88,14 +88,7 @@ def reducer_of(terms: Sequence[torch.Tensor], op: Reduction, dtype: torch.dtype)
 def combine(op: Reduction, terms: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
     """Combine the terms in rank order, in the dtype of `accumulation_dtype`, without the division of AVG.
 
-    Args:
-        op: see `reduce_in_rank_order`.
-        terms: see `reduce_in_rank_order`.
-        out: a tensor with room for the result; may be one of the terms. Written only if it has the dtype of
-            `accumulation_dtype`.
-
-    Returns:
-        The tensor with the result: `out`, or a new tensor.
+    Return `out` or a new tensor. `out` may be one of the terms.
     """
     function, dtype = _COMBINE[core_op(op)], accumulation_dtype(out.dtype)
     if isinstance(op, PremulSum) or dtype is not terms[0].dtype:

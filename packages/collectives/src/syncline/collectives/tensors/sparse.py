@@ -39,15 +39,13 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
         group: the process group; all its ranks call this function.
         tensor: sparse COO. Every rank passes the same shape, dtype and number of sparse dimensions, and any elements.
         op: SUM, AVG or a `premul_sum`.
-        async_op: whether to return at once, without waiting for the result.
+        async_op: if true, do not wait for the result.
 
     Raises:
         InvalidArgumentError: `op` is another reduction.
-        DisagreementError: shape, dtype, number of sparse dimensions or `op` differ. All ranks raise this error, from the call
-            or from `wait()`.
+        DisagreementError: shape, dtype, number of sparse dimensions or `op` differ. All ranks raise this error.
 
-    Cost: three all-gathers: of the element counts, the indices and the values, padded to the largest count. If most elements
-    are present, a dense all-reduce is cheaper.
+    Cost: three all-gathers: of the element counts, the indices and the values, padded to the largest count.
     """
     if not (isinstance(op, PremulSum) or op in (ReduceOp.SUM, ReduceOp.AVG)):
         raise InvalidArgumentError(

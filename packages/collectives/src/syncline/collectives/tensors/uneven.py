@@ -38,14 +38,14 @@ def is_uneven(inputs: Sequence[torch.Tensor]) -> bool:
 def reduce_scatter(
     group: Reducing, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction, async_op: bool
 ) -> Work:
-    """Combine `inputs[r]` of all ranks into `output` on rank r, for every r.
+    """Combine `inputs[r]` of all ranks into `output` on rank r, for every r. All ranks of the group call this function.
 
     Args:
-        group: the process group; all its ranks call this function.
-        output: gets the result; has the shape and dtype of `inputs[rank]`, and shares no memory with any input.
-        inputs: one tensor for each rank, of any shape, also empty. `inputs[r]` has the same shape on every rank.
+        group: the process group.
+        output: the shape and dtype of `inputs[rank]`. Shares no memory with any input.
+        inputs: one tensor for each rank, of any shape. `inputs[r]` has the same shape on every rank.
         op: a reduction that is defined for the dtype.
-        async_op: whether to return at once, without waiting for the result.
+        async_op: if true, do not wait for the result.
 
     Cost: one `reduce` for each rank.
     """
