@@ -1,26 +1,26 @@
-"""The errors that Syncline raises on purpose form three families. All are RuntimeErrors, like the errors of torch.distributed.
+"""The errors that Syncline raises on purpose form three families. All are RuntimeErrors.
 
     SynclineError
     ├── MisuseError                  the call is wrong, whatever the other ranks do
     │   ├── InvalidArgumentError     a value that no rank may pass (also a ValueError)
     │   │   └── InvalidTypeError     an argument that should be a function is not one (also a TypeError)
-    │   ├── NotInitializedError      there is no default group yet, or it was destroyed
+    │   ├── NotInitializedError      there is no default group
     │   ├── GroupClosedError         the group was closed or aborted
     │   ├── UnknownBackendError      no backend with this name is installed
-    │   ├── BackendUnavailableError  the backend is known, but something it needs is missing
+    │   ├── BackendUnavailableError  something that the backend needs is missing
     │   ├── SiteFileError            the site file is missing, or has an unknown key or a wrong value
     │   └── LaunchError              launcher, arguments and MPI contradict one another, or ranks cannot find each other
-    ├── DisagreementError            each call may be right alone, but the calls of the ranks do not match
+    ├── DisagreementError            the calls of the ranks do not match
     └── TransportError               the communication between the ranks failed
         ├── RankLostError            processes of the group ended; the error names their ranks
-        ├── RankGivenUpError         the other ranks go on without this rank, because it was silent for too long
+        ├── RankGivenUpError         the other ranks go on without this rank
         ├── CollectiveTimeout        a collective did not finish within its time limit (also a TimeoutError)
         └── StoreError               a store is gone or full, or its reply is not understood
             ├── StoreTimeout               a key was never set, or the store did not answer (also a TimeoutError)
             ├── StoreUnavailableError      a store cannot be opened: its port is in use, its path not writable
             └── StoreAuthenticationError   client and server do not hold the same secret
 
-The first line of a message says what happened, where, and what to do. Details follow, each on a line of its own.
+The first line of a message says what happened, where, and what to do. Details follow.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ class InvalidTypeError(InvalidArgumentError, TypeError):
 
 
 class NotInitializedError(MisuseError):
-    """There is no default process group: the call came before `init_process_group` or after `destroy_process_group`."""
+    """There is no default process group: `init_process_group` was not called yet, or the group was destroyed."""
 
 
 class GroupClosedError(MisuseError):
-    """A group was called after it was closed, aborted or replaced by a newer group, or was called in a forked child."""
+    """A group was called after it was closed, aborted or replaced by a newer group, or in a forked child."""
 
 
 class UnknownBackendError(MisuseError):
@@ -149,7 +149,7 @@ class StoreTimeout(StoreError, TimeoutError):
 
 
 class StoreUnavailableError(StoreError):
-    """A store cannot be opened: its port is in use, its address does not belong to this host, or its path is not writable."""
+    """A store cannot be opened: its port is in use, its address belongs to another host, or its path is not writable."""
 
 
 class StoreAuthenticationError(StoreError):

@@ -401,7 +401,7 @@ class ProcessGroup(ABC):
             timeout_s: the new group's time limit, in seconds. None means the time limit of this group.
 
         Returns:
-            The new group that contains this rank; None if `color` is None.
+            The new group, or None if `color` is None.
         """
         if color is not None and not (checks.is_integer(color) and 0 <= color < 2**63):
             self._refuse_if("split", f"expected a color of 0 or above (64 bits), or None, found {color!r}")
@@ -490,14 +490,15 @@ class ProcessGroup(ABC):
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:  # noqa: ARG002
         """The algorithm that this rank uses for a collective on tensors of this dtype and shape.
 
+        If it depends on the reduction or root, the answer is for the reduction and root whose first use is the most recent.
+
         Args:
             name: the method's name, such as "all_reduce".
             tensor: a tensor of the dtype and shape that you ask about.
 
         Returns:
-            A word or two for logs, such as "window" or "MPI". If the algorithms of several reductions or roots differ, the
-                answer is for the one whose first use is the most recent. None if this rank has made no such call, or if the
-                backend does not name its algorithms.
+            A word or two for logs, such as "window" or "MPI". None if this rank has made no such call, or if the backend names
+                no algorithms.
         """
         return None
 

@@ -224,7 +224,7 @@ class Work(ABC):
     def before_end(self, action: Callable[[], None]) -> None:
         """Run a quick action when the call is over, before any `wait` returns. If the call is over already, run the action now.
 
-        The action must not take a lock and must not call Syncline. A `FutureWork` may run the action a moment after `wait` has
+        The action must not take a lock and must not call Syncline. `FutureWork` may run the action a moment after `wait` has
         returned.
         """
         self.get_future().add_done_callback(lambda _: action())
@@ -306,8 +306,8 @@ class PendingWork(Work):
         self._finish(error)
 
     def _finish(self, error: BaseException | None) -> None:
-        """Only the first call has an effect: an abort may come while another thread runs the collective."""
         with self._lock:
+            # An abort may come while another thread runs the collective.
             if self._is_done:
                 return
             # Before `_is_done` is set, run the actions: `wait` reads `_is_done` without the lock. Each action runs only once,

@@ -29,8 +29,8 @@ def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None
             result, which has the same bits on all ranks.
         group: the group; None means the default group.
 
-    Cost: if p is a power of two, log2(p) exchanges of all tensors between two ranks; otherwise log2(q) + 2 exchanges. Extra
-    memory: two copies of all tensors. The dot products are computed in float64.
+    Cost: log2(p) exchanges of all tensors between two ranks; log2(q) + 2 exchanges if p is not a power of two. Extra memory:
+    two copies of all tensors. The dot products are computed in float64.
 
     Raises:
         InvalidArgumentError: tensors are not floating point, or differ in dtype or device.

@@ -96,7 +96,7 @@ def init_process_group(
     members of the job call `admit`.
 
     Args:
-        backend: a name from `backend_names()`. None takes the environment variable `SYNCLINE_BACKEND`, else the site file's
+        backend: a name from `backend_names()`. None takes `SYNCLINE_BACKEND` from the environment, else the site file's
             backend. Else the choice is automatic: MPI under an MPI launcher; Gloo under another launcher, or with
             `init_method`, `store` or `world_size`; otherwise a group of one rank. An automatic choice adds NCCL if there are
             GPUs and CuPy.
@@ -108,12 +108,11 @@ def init_process_group(
         rank: this process's rank; -1 takes the launcher's rank. Any other value must agree with the launcher.
         store: instead of an `init_method`, a store of the package `stores` or a `torch.distributed.Store`, without keys of an
             earlier run.
-        communicator: an mpi4py communicator, whose ranks become the group's ranks. Only these ranks call this function. The
-            other ranks of the MPI job may do other work.
+        communicator: an mpi4py communicator, whose ranks become the group's ranks. Only these ranks call this function.
         reproducible: if true, reductions give the same bits in every run; the backend's documentation states the cost. Default:
             the site file's value, else False. (Within one run, all ranks always get the same bits.)
-        check_calls: for debugging. If true, the ranks compare their calls before each collective. If the calls differ, a
-            `DisagreementError` shows the calls. Costs a small all_gather for each collective.
+        check_calls: for debugging. If true, the ranks compare their calls before each collective, in a small all_gather. If the
+            calls differ, a `DisagreementError` shows the calls.
 
     Returns:
         The default group. From now on `get_default_group()` returns this group.

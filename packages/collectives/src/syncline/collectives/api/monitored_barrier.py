@@ -25,9 +25,9 @@ def monitored_barrier(
 
     Cost: 4 (`size` - 1) messages of 16 bytes, one after the other. So use this function to find faults, not in every step.
 
-    After a time-out, ranks may call the function again. In rank 0's next call, a rank that is still waiting in an earlier call
-    counts as present. A rank whose own call has timed out counts as missing until it calls again. Over Gloo, a time-out ends
-    the connections: do not call the function again.
+    After a time-out, ranks may call the function again. Rank 0's next call counts a rank that is still waiting as present. A
+    rank whose own call has timed out counts as missing until it calls again. Over Gloo, a time-out ends the connections: do not
+    call the function again.
 
     Args:
         group: the group; None means the default group.
@@ -35,8 +35,7 @@ def monitored_barrier(
         wait_all_ranks: whether the error names all missing ranks, or only the first.
 
     Raises:
-        CollectiveTimeout: some rank did not call this function in time. On ranks other than 0 the message says that rank 0 did
-            not answer.
+        CollectiveTimeout: some rank did not call this function in time. On ranks other than 0, rank 0 did not answer.
     """
     chosen = resolve_group(group)
     scope = CancelScope(seconds(timeout, chosen.timeout_s))
@@ -75,17 +74,13 @@ class _Messages:
         self._receives: dict[int, tuple[Work, torch.Tensor]] = {}
 
     def post(self, group: ProcessGroup, peer: int) -> Work:
-        """Start to receive the peer's next message, and return the work.
-
-        If a receive from this peer is still open, for example after a time-out, return the work of this receive instead.
-        """
+        """Start to receive the peer's next message, or return the work of an earlier receive that is still open."""
         if peer not in self._receives:
             message = torch.zeros(2, dtype=torch.int64, device="cpu")
             self._receives[peer] = group.recv(message, peer, MONITORED_BARRIER, async_op=True), message
         return self._receives[peer][0]
 
     def receive(self, group: ProcessGroup, peer: int, scope: CancelScope) -> tuple[int, int]:
-        """Wait for the peer's next message."""
         self.post(group, peer).wait(max(scope.remaining_s(), 1e-3))
         call, question = self._receives.pop(peer)[1].tolist()
         return call, question
@@ -173,8 +168,5 @@ def _report(group: ProcessGroup, messages: _Messages, scope: CancelScope) -> Non
 
 
 def _send(group: ProcessGroup, peer: int, call: int, question: int) -> Work:
-    """Start to send a message to a rank, and return the work.
-
-    The caller keeps the work until the barrier is over, because Gloo may never send if the work is freed.
-    """
+    """Start to send a message. Keep the returned work until the barrier is over: Gloo may never send if the work is freed."""
     return group.send(torch.tensor([call, question], device="cpu"), peer, MONITORED_BARRIER, async_op=True)

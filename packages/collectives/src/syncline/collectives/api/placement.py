@@ -1,8 +1,4 @@
-"""Find out which ranks of a group share a node, and choose the device of each rank.
-
-The ranks tell each other their hosts in `init_process_group`. Variables such as LOCAL_RANK are not read, because they count
-ranks outside of the group, too.
-"""
+"""Find out which ranks of a group share a node, and choose the device of each rank."""
 
 from __future__ import annotations
 

@@ -154,22 +154,18 @@ class _AllReduce(torch.autograd.Function):
 
 
 def all_gather_rows(tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
-    """Concatenate the rows of all ranks. The ranks may have different numbers of rows.
+    """Concatenate the rows of all ranks, in the order of ranks. The ranks may have different numbers of rows.
 
     Args:
-        tensor: at least one dimension. The first dimension may differ between ranks, and may be 0. The other dimensions and the
-            dtype are the same on every rank.
+        tensor: at least one dimension; only read. The dtype and all dimensions but the first are the same on every rank.
         group: the group; None means the default group.
         async_op: if true, return a `PendingResult` of the tensor, after the ranks have exchanged their numbers of rows.
-
-    Returns:
-        The rows of rank 0, then the rows of rank 1, and so on. Every rank gets the same tensor.
 
     Cost: an all-gather of 16 bytes from each rank, then an all-gather of the rows, padded to the rank with the most rows.
 
     Raises:
         InvalidArgumentError: the tensor has no dimension.
-        DisagreementError: the dtypes differ, or dimensions other than the first differ. Every rank raises this error.
+        DisagreementError: dtypes, or dimensions other than the first, differ. Every rank raises this error.
     """
     return _first(all_gather_rows_coalesced([tensor], group, async_op), async_op=async_op)
 
@@ -395,7 +391,7 @@ def all_to_all_rows(
 
     Raises:
         InvalidArgumentError: the splits do not fit the rows.
-        DisagreementError: the dtypes differ, or dimensions other than the first differ. Every rank raises this error.
+        DisagreementError: dtypes, or dimensions other than the first, differ. Every rank raises this error.
     """
     chosen = resolve_group(group)
     checks.refuse_no_tensors("all_to_all_rows", chosen.place(), tensor=tensor)
@@ -472,7 +468,6 @@ def broadcast_object(obj: Any, src: int | None = None, group: ProcessGroup | Non
 
 
 def _first(results: Any, *, async_op: bool) -> Any:
-    """Return the first entry of the list `results`. If `async_op` is True, `results` is a `PendingResult` of a list."""
     return _FirstOf(results) if async_op else results[0]
 
 

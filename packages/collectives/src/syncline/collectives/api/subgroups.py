@@ -25,7 +25,7 @@ def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | float | N
         timeout: the time limit of a collective, in seconds or as a timedelta; None takes the default group's limit.
 
     Returns:
-        The group. A rank outside of the new group gets a `NonMember`, which raises an error when the program uses it.
+        The group. A rank outside of the new group gets a `NonMember`.
 
     Raises:
         InvalidArgumentError: `ranks` is empty, has a rank twice, or has a number that is no rank of the default group.

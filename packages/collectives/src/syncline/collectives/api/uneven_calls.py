@@ -18,7 +18,7 @@ from .returned import PendingResult, all_reduce_copy_coalesced
 
 
 class _Entry(IntEnum):
-    """What a rank says in a roll call."""
+    """The message of one rank in a roll call."""
 
     JOINED = 0
     CALL = 1

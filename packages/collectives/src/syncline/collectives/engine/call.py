@@ -83,8 +83,7 @@ class Signature(NamedTuple):
     def digest(self) -> int:
         """Return a checksum of 32 bits. If two ranks get different checksums, their calls do not match.
 
-        The checksum covers the method, the reduction, the root, the detail, and the main tensor's dtype and number of elements.
-        As in torch.distributed, the shape may differ between ranks.
+        The checksum covers the method, reduction, root, detail, dtype and number of elements, but not the shape.
         """
         return _digest(self)
 

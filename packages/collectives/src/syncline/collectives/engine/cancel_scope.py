@@ -31,9 +31,7 @@ T = TypeVar("T")
 
 
 def seconds(timeout: timedelta | float | None, default_s: float = DEFAULT_TIMEOUT_S) -> float:
-    """Convert a `timeout` argument, a number of seconds or a timedelta, to seconds.
-
-    None becomes `default_s`. Longer times than 30 years, and infinity, become 30 years.
+    """Convert a number of seconds or a timedelta to seconds, at most 30 years. None becomes `default_s`.
 
     Raises:
         InvalidArgumentError: `timeout` is zero, negative or not a number.
@@ -80,7 +78,7 @@ class CancelScope:
         self.ask = ask
 
     def cancel(self, reason: BaseException) -> None:
-        """End the scope now: `check` raises `reason`. If the scope already has a reason, keep the earlier reason."""
+        """End the scope now: `check` raises `reason`, or the earlier reason if there is one."""
         # The first reason is the cause. Later reasons are mostly its consequences.
         if self.reason is None:
             self.reason = reason
@@ -89,9 +87,7 @@ class CancelScope:
     def within(self, limit_s: float, ask: Callable[[], BaseException | None] | None = None) -> CancelScope:
         """Return a new scope that ends together with this scope, but after `limit_s` seconds at the latest.
 
-        Args:
-            limit_s: seconds from now.
-            ask: as the constructor's argument. None takes the `ask` of this scope.
+        If `ask` is None, the new scope uses the `ask` of this scope.
         """
         part = CancelScope(min(self.remaining_s(), limit_s), ask or self.ask)
         part._outer = self
@@ -106,7 +102,7 @@ class CancelScope:
         return self.reason is not None or monotonic() >= self._end_s
 
     def check(self, what: str = "the time limit was reached") -> None:
-        """Raise an error if the scope has ended. Otherwise return.
+        """Raise an error if the scope has ended.
 
         Args:
             what: the text of the `TimeoutError`, for example which ranks are missing.
@@ -143,8 +139,9 @@ def start_thread(thread: threading.Thread) -> None:
     """Start a thread.
 
     Raises:
-        RuntimeError: no thread can start: there are too many threads, or the interpreter ends.
+        RuntimeError: there are too many threads, or the interpreter ends.
     """
+    # Before Python 3.12, `Thread.start` waits for ever if the interpreter ends.
     if sys.is_finalizing():
         raise RuntimeError("no thread can start while the interpreter ends")
     thread.start()
@@ -176,12 +173,7 @@ class DetachedCall(Generic[T]):
         start_thread(thread)
 
     def wait(self, scope: CancelScope, look_s: float = 0.1, what: str = "the library did not return") -> T:
-        """Wait until the function returns, and return its result. If the scope ends earlier, raise the scope's error.
-
-        Args:
-            scope: checked every `look_s` seconds.
-            look_s: the time between two checks, in seconds.
-            what: as in `CancelScope.check`.
+        """Wait until the function returns, and return its result. Check the scope every `look_s` seconds.
 
         Raises:
             BaseException: the function's error, or the error that `CancelScope.check` raises.

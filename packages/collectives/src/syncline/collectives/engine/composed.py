@@ -48,7 +48,7 @@ class DelegatingGroup(ProcessGroup):
 
     @override
     def close(self) -> None:
-        """Close all groups, the last group first. If closing a group raises an error, the other groups are still closed."""
+        """Close all groups, the last group first, even if closing one of them raises an error."""
         # An `ExitStack` goes on closing after an error, and raises the error at the end.
         with ExitStack() as closing:
             for group in self._all:

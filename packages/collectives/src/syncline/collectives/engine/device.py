@@ -19,11 +19,11 @@ class Event(ABC):
 
     @abstractmethod
     def order_current_stream(self) -> None:
-        """Make the calling thread's current stream wait for this event. The call does not block the CPU."""
+        """Make the calling thread's current stream wait for this event. Does not block the CPU."""
 
     @abstractmethod
     def is_over(self) -> bool:
-        """Whether the device has passed this event. Do not call this method while the stream is being captured.
+        """Whether the device has passed this event. Not allowed while the stream is being captured.
 
         Raises:
             RuntimeError: the device has faulted.
@@ -41,7 +41,7 @@ class Stream(ABC):
 
     @abstractmethod
     def wait_for(self, event: Event) -> None:
-        """Make all later operations of this stream wait for an event of another stream. The call does not block the CPU."""
+        """Make all later operations of this stream wait for an event of another stream. Does not block the CPU."""
 
     @abstractmethod
     def current(self) -> AbstractContextManager[object]:
@@ -67,13 +67,9 @@ class Stream(ABC):
 
     @abstractmethod
     def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Event, *, captured: bool) -> None:
-        """Complete a future on the CPU at once. On the device, the streams that use the future's tensors wait for `done`.
+        """Complete a future with these tensors at once. Streams that use the tensors later wait for the event `done`.
 
-        Args:
-            future: gets `tensors` as its value.
-            tensors: the outputs.
-            done: an event of this stream.
-            captured: whether `done` is captured into a graph. Then this method must not use another stream.
+        If `captured`, `done` belongs to a graph capture, and this method must not use another stream.
         """
 
 
@@ -131,9 +127,9 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def background(self, device: torch.device) -> AbstractContextManager[object]:
-        """A context manager for the thread of a group: `device` is the current device.
+        """A context manager for a group's thread: `device` is the current device.
 
-        Calls inside the context do not break a graph capture of another thread.
+        Inside the context, this thread's calls do not break a graph capture of another thread.
         """
 
     @abstractmethod
@@ -148,11 +144,11 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def empty_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Make a flat tensor in host memory, with as many elements as `tensor`. The device can copy to and from this memory."""
+        """Make a flat host tensor with as many elements as `tensor`, for copies to and from the device."""
 
     @abstractmethod
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy the tensor to a flat tensor in host memory. The copy is complete when this method returns."""
+        """Copy the tensor to a flat host tensor. The copy is complete when this method returns."""
 
     @abstractmethod
     def to_device(self, host: torch.Tensor, tensor: torch.Tensor) -> None:

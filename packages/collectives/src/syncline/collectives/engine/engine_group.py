@@ -112,9 +112,6 @@ class EngineGroup(ProcessGroup, Inherited):
 
         All ranks call this method before any other method.
 
-        Args:
-            options: the options that change how the ranks communicate.
-
         Raises:
             DisagreementError: the ranks were given different options.
         """
@@ -136,7 +133,7 @@ class EngineGroup(ProcessGroup, Inherited):
         return [text for _, text in sorted((rank, text) for text, ranks in said.ranks.items() for rank in ranks)]
 
     def report_to(self, reporter: Reporter | None) -> None:
-        """Let `reporter` report the first failure of this group and of groups made from it later. None switches reports off."""
+        """Let `reporter` (None: nobody) report the first failure of this group, and of groups made from this group later."""
         self._reporter = reporter
         if reporter is not None:
             reporter.watch(self.recorder)
@@ -162,7 +159,6 @@ class EngineGroup(ProcessGroup, Inherited):
         return plan
 
     def _take_mark(self) -> str | None:
-        """Return the mark that this thread has set, and forget the mark. None without a mark. See `ProcessGroup.marked`."""
         return self._marks.pop(get_ident(), None) if self._marks and not self._queue.is_in_callback() else None
 
     @property
@@ -225,9 +221,6 @@ class EngineGroup(ProcessGroup, Inherited):
 
         If a rank does not come in time, this method raises no error, but communicators of MPI stay open until the process ends.
 
-        If another thread is closing the group already, this method waits for that thread, except in a callback of another
-        group.
-
         Raises:
             DisagreementError: the ranks have made different calls, or another rank makes a further call while this rank closes.
             SynclineError: a call that was in flight has failed.
@@ -261,17 +254,13 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @abstractmethod
     def _meet_before_close(self) -> None:
-        """Wait until the other ranks close the group, too, and compare all calls with them, if this group needs it.
-
-        It is no error if a rank does not come.
-        """
+        """Wait until the other ranks close the group, too, and compare all calls with them, if this group needs it."""
 
     @abstractmethod
     def _close(self) -> None:
         """Set `_closed`, finish all calls, set `_is_over`, and release everything the group holds."""
 
     def _end(self, companion: ProcessGroup) -> None:
-        """Close the companion, or abort it if this group has failed. See `ProcessGroup.end_together`."""
         if self.first_failure is None:
             companion.close()
         else:

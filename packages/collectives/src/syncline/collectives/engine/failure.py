@@ -65,8 +65,7 @@ class FailureWords:
         return TransportError(f"the group was aborted on {self._place}")
 
     def missing(self, call: Call | None) -> str:
-        """Return a sentence about a call that did not end, with the lost and stopped ranks. None means that the call has ended.
-        """
+        """Return a sentence about a call that did not end, with the lost and stopped ranks. `call` is None if it has ended."""
         liveness = self._liveness
         ranks = () if liveness is None else (*liveness.lost(), *liveness.stopped())
         who = "it is not known which rank it waits for" if not ranks else f"it waits for {self._named(ranks)}"

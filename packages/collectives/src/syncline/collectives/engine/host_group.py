@@ -156,19 +156,14 @@ class HostGroup(EngineGroup):
 
     @override
     def start(self, options: Mapping[str, object], stall_warning_s: float = 0) -> None:
-        """As `EngineGroup.start`.
-
-        Args:
-            options: the options that change how the ranks communicate.
-            stall_warning_s: as in `warn_of_stalls`.
-        """
+        """As `EngineGroup.start`. `stall_warning_s` is for `warn_of_stalls`."""
         super().start(options)
         self.warn_of_stalls(stall_warning_s)
 
     def warn_of_stalls(self, stall_warning_s: float) -> None:
         """Let rank 0 log which ranks wait in a call that takes longer than `stall_warning_s` seconds. 0 switches this off.
 
-        Groups that are made from this group later get the same limit.
+        Groups that are made from this group later get this limit, too.
         """
         self._stall_warning_s = stall_warning_s
         # A group of one waits for nobody.
@@ -199,8 +194,7 @@ class HostGroup(EngineGroup):
     ) -> Work:
         """Run a call on this thread, or queue the call. See [1] in `HostGroup`.
 
-        `reads` and `writes` together are all tensors that `body` uses. If `is_numbered` is False, the call is not in the
-        history that the ranks compare.
+        `body` uses only `reads` and `writes`. If `is_numbered` is False, the call is not in the history that the ranks compare.
         """
         if self._closed:
             raise self._refusal(signature)
@@ -567,7 +561,6 @@ class HostGroup(EngineGroup):
         return next(filter(None, (self._leavers.transfer_reason_to_give_up([peer]) for peer in others)), None)
 
     def _why_call_cannot_end(self) -> TransportError | None:
-        """Return an error if the running call cannot end, because another rank is lost, has left the job or has failed."""
         # A notice of a rank that left in order says more than the end of its process, so notices come first.
         reason = None if self._leavers is None else self._leavers.reason_to_give_up()
         # This rank's own knowledge comes before an alarm, because an alarm costs a request to the store.
@@ -624,8 +617,8 @@ class GroupWork(PendingWork):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Block until the call is finished.
 
-        This thread itself runs the queued calls of the group, up to this call, in two cases: inside a callback of the group,
-        and if `timeout` is None while no other thread runs a call of the group.
+        In a callback of the group, or if `timeout` is None and no other thread runs a call, this thread runs the queued calls
+        itself, up to this call.
         """
         if self._queue.is_running_here():
             # Inside a callback this thread has the turn, so no other thread can run the queued call.

@@ -1,4 +1,4 @@
-"""`LivingSet`: a set of weak references. Any thread may change the set, or iterate over it, at any time."""
+"""`LivingSet`: a set of weak references for several threads."""
 
 from __future__ import annotations
 

@@ -49,13 +49,14 @@ class Group(Protocol):
 
 
 class ObservedCall:
-    """One call on this rank.
+    """One call on this rank. Times are in seconds of `time.perf_counter()`.
 
     Attributes:
         name: the method's name, such as "all_reduce".
         group: the group of the call.
-        started: when the method was called, in seconds of `time.perf_counter()`.
-        finished: when the call ended, or None. None for ever if a send or receive had not ended when the method returned.
+        started: when the method was called.
+        finished: when the call ended. None while the call is in flight. A send or receive that is in flight when its method
+            returns keeps None.
     """
 
     __slots__ = ("finished", "group", "name", "started")
@@ -140,7 +141,7 @@ def shown_to_observers(method: Method) -> Method:
 def shown(group: Group, name: str, tensors: list[torch.Tensor], issue: Callable[[], Work], *, is_async: bool) -> Work:
     """Issue a call of a group by `issue`. If a profiler runs and the group shows its calls, open a range for the call.
 
-    The range shows the shapes of `tensors`. `is_async`: whether the call may go on after `issue` has returned.
+    The range shows the shapes of `tensors`. If `is_async`, the call may go on after `issue` has returned.
     """
     # Open no range if no profiler runs, or if the groups inside this group show the call.
     if not profiler_runs() or group.profiled_as is None:
@@ -149,10 +150,7 @@ def shown(group: Group, name: str, tensors: list[torch.Tensor], issue: Callable[
 
 
 def profiled(title: str, tensors: list[torch.Tensor], issue: Callable[[], Work], *, is_async: bool) -> Work:
-    """Issue a call inside a range of torch's profiler. The range lasts until the call is over.
-
-    The arguments are those of `shown`; `title` is the name of the range.
-    """
+    """Issue a call by `issue` inside a range of torch's profiler, which lasts until the call is over. See `shown`."""
     # An outer call has opened the range already.
     if _here.is_profiled:
         return issue()

@@ -90,10 +90,7 @@ class Queue:
     def run_here(self, task: Callable[..., None], *arguments: object) -> bool:
         """Run a task on this thread, if no other task must run before it, or if this thread already runs a task.
 
-        An error of the task reaches the caller.
-
-        Returns:
-            True if the task was run. If False, call `enqueue`.
+        An error of the task reaches the caller. If the result is False, the task was not run: call `enqueue`.
         """
         me = get_ident()
         # This is a callback of the running task. Its thread already has the turn, and the new task comes before queued tasks.
@@ -116,10 +113,7 @@ class Queue:
         return True
 
     def run_in_turn(self, task: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Wait until no other thread runs a task, run this task on this thread, and return the task's result.
-
-        An error of the task reaches the caller.
-        """
+        """Wait until no other thread runs a task, run this task on this thread, and return its result or raise its error."""
         # Inside a task, this thread already has the turn, so taking the lock would block for ever.
         if self._running_on == get_ident():
             return task(*arguments, **options)
@@ -162,10 +156,10 @@ class Queue:
             self._tasks.popleft()()
 
     def help(self, is_done: Callable[[], bool]) -> None:
-        """Run queued tasks in order, on a thread that waits for one of these tasks.
+        """Run queued tasks in order, on a thread that waits for one of these tasks. See point 5 of Note [One total order].
 
         The method returns when `is_done()` is true, the queue is empty, another thread has the turn, or a task has handed over
-        callbacks. See point 5 of Note [One total order].
+        callbacks.
         """
         while self._tasks and not is_done():
             try:
@@ -188,8 +182,7 @@ class Queue:
     def hand_over(self, callbacks: Task) -> bool:
         """Let the queue's thread run these callbacks next, before all queued tasks. Call this method inside a task.
 
-        Returns:
-            False if the caller must run the callbacks, because `help` does not run the task or the queue is stopped.
+        Return False if `help` does not run the task or the queue is stopped. Then the caller must run the callbacks.
         """
         # If `help` does not run the current task, the thread that runs it may complete the future itself.
         if self._helper != get_ident():
@@ -288,7 +281,7 @@ class Queue:
         return get_ident() in self._callbacks
 
     def guard(self, callback: Callback, number: int, *, was_waited_for: bool) -> Callback:
-        """Wrap a callback that the program attaches to the work of call `number`. The queue then knows when the callback runs.
+        """Wrap a callback that the program attaches to the work of call `number`, so that the queue knows when it runs.
 
         `was_waited_for` says whether the program has already waited for this work.
         """
@@ -321,7 +314,6 @@ class Queue:
                 self._run_first()
 
     def _run_first(self) -> None:
-        """Run the first callbacks that were handed over, or else the first queued task. The caller has the turn."""
         tasks = self._handed_over or self._tasks
         if not tasks:
             return  # another thread has run the task while this one waited for the turn
@@ -333,21 +325,18 @@ class Queue:
 
 
 def release_if_held(lock: threading.RLock) -> None:
-    """Release a lock if this thread holds the lock. Call this if `lock.acquire` raised an error, such as KeyboardInterrupt.
+    """Release a lock if this thread holds it. Call this function if `lock.acquire` raised an error.
 
-    A signal handler may raise this error although `acquire` has just taken the lock.
+    The reason: a signal handler may raise KeyboardInterrupt although `acquire` has just taken the lock.
     """
     with suppress(RuntimeError):  # this thread does not hold the lock
         lock.release()
 
 
 class GuardedFuture(GroupFuture):
-    """A future that tells the queue when a callback is attached to the future. The future does not keep its work alive.
+    """A future that tells the queue when a callback is attached to it. The future does not keep its work alive.
 
-    Args:
-        queue: the group's queue.
-        number: the call's number, from `Queue.issue`.
-        devices: as in `GroupFuture`.
+    `number` is the call's number, from `Queue.issue`.
 
     Attributes:
         was_waited_for: whether the program has waited for this future or its work.

@@ -1,6 +1,6 @@
 """Tags of messages: the tags that Syncline reserves, and the tags on the wire.
 
-On the wire, a tag also contains a code of the tensor's dtype. So a receive only matches sends of the same dtype.
+On the wire, a tag contains a code of the tensor's dtype, so a receive only matches sends of the same dtype.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Request(ABC):
         """Block until the request is over. Only one thread at a time calls this method.
 
         Raises:
-            TimeoutError: the scope's time limit was reached. The caller may then wait for the request again.
+            TimeoutError: the scope's time limit was reached. The caller may wait again.
             TransportError: the transfer failed.
             BaseException: the scope was cancelled with this error.
         """
@@ -74,8 +74,8 @@ class Plan(ABC):
 class Transport(ABC):
     """Moves the tensors of one group. `HostGroup` makes a process group out of a transport.
 
-    `HostGroup` runs one plan at a time, on the caller's thread or on the thread of the group's queue. Any thread may call
-    `start_send` and `start_recv`, also while a collective runs.
+    `HostGroup` runs one plan at a time, on any thread. Any thread may call `start_send` and `start_recv`, also while a
+    collective runs.
 
     For a library with blocking collectives on host memory, write a subclass of `LibraryTransport`.
     """
@@ -107,8 +107,8 @@ class Transport(ABC):
     def plan(self, signature: Signature) -> Plan:
         """Make the plan for calls of this signature. The method does not communicate.
 
-        One rank may use an old plan of a signature while another rank uses a new plan. So all plans of a signature must send
-        and receive the same messages.
+        All plans of a signature must send and receive the same messages, because one rank may use an old plan while another
+        rank uses a new plan.
         """
 
     @abstractmethod
@@ -116,7 +116,7 @@ class Transport(ABC):
         """Return when all ranks have called this method."""
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor:  # noqa: ARG002 - for transports that share memory
-        """Allocate a flat tensor, in memory from which the transport communicates fastest. The content is undefined.
+        """Allocate a flat, uninitialised tensor, in memory from which the transport communicates fastest.
 
         All ranks call this method with the same arguments.
         """
@@ -136,10 +136,9 @@ class Transport(ABC):
 
     @abstractmethod
     def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
-        """Make a transport between some of the ranks. Only these ranks call this method.
+        """Make a transport between the ranks `members`, in this order. Only these ranks call this method.
 
-        `members` has their ranks in this transport, in the new order. `name` and `number` (0 or above) are the same on all
-        members. No two open subsets have the same name.
+        `name` and `number` (0 or above) are the same on all members. No two open subsets have the same name.
         """
 
     def meeting_store(self) -> dist.Store | None:
@@ -147,28 +146,22 @@ class Transport(ABC):
         return None
 
     def status_post(self) -> StatusPost | None:
-        """Return an object that sends short texts from each rank to rank 0, even while a collective runs. None if impossible.
-
-        Rank 0 uses the texts for stall warnings.
-        """
+        """Return an object that sends short texts to rank 0 for stall warnings, even while a collective runs, or None."""
         return None
 
     def give_up(self) -> None:  # noqa: B027 - most libraries have no way to say it
-        """Tell the waiting ranks, if the library can, that this rank's call has failed, and that it makes no more calls.
-
-        This method must not block.
-        """
+        """Tell the waiting ranks, if the library can, that this rank's call has failed. This method must not block."""
 
     # See Note [Forks] in `forks`.
     def leave_to_parent(self) -> None:  # noqa: B027 - most objects can be dropped
-        """Drop the library's objects without freeing them, in a forked child: the objects belong to the parent process."""
+        """Drop the library's objects without freeing them, in a forked child: they belong to the parent process."""
 
     def lost_ranks(self) -> Sequence[int]:
         """Return the ranks that have failed, as far as the library knows. This method must not block."""
         return ()
 
     def interrupt(self) -> None:  # noqa: B027 - most libraries return by themselves
-        """Make the library end the call that runs on another thread. That call then raises an error. This method may block.
+        """Make the library end the call that runs on another thread, with an error. This method may block.
 
         The group starts no call afterwards.
         """
@@ -226,7 +219,7 @@ class LibraryTransport(Transport):
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
         """Reduce the blocks of all ranks, and write part r of the result to rank r's tensor.
 
-        `tensor` may be a part of the block. The other parts of the block must not change.
+        `tensor` may be a part of the block, whose other parts must not change.
         """
 
     @abstractmethod
@@ -240,7 +233,7 @@ class LibraryTransport(Transport):
     ) -> None:
         """Send `input_counts[r]` elements to rank r, and receive `output_counts[r]` elements from rank r.
 
-        In `tensor` and `output`, the parts lie one after the other, in the order of ranks.
+        `tensor` and `output` are the parts in the order of ranks.
         """
 
 

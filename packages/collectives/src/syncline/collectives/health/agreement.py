@@ -51,14 +51,14 @@ _MASK = (1 << 62) - 1
 
 
 class Carrier(ABC):
-    """Exchanges numbers and texts between the ranks of a group, without the group's collectives.
+    """Exchanges numbers and texts between the ranks of a group, separately from the messages of collectives.
 
-    All ranks call the carrier's methods in the same order. A carrier never receives a message of a collective, or the reverse.
+    All ranks call the carrier's methods in the same order.
     """
 
     @abstractmethod
     def maximum(self, numbers: Sequence[int], scope: CancelScope) -> list[int]:
-        """Return the elementwise maximum over all ranks. The method returns only after all ranks have called it.
+        """Return the elementwise maximum over all ranks, after all ranks have called this method.
 
         Raises:
             TimeoutError: another rank did not call this method in time.
@@ -69,8 +69,8 @@ class Carrier(ABC):
     def statements(self, text: str, scope: CancelScope, *, most_told: int | None = MOST_TOLD) -> Statements:
         """Return the texts of all ranks, for error messages. The method raises the same errors as `maximum`.
 
-        `most_told` limits the number of different texts in a message, so the result may lack some texts (see
-        `Statements.untold`). None: no limit.
+        The result may lack some texts if there are more than `most_told` different texts (see `Statements.untold`). None: no
+        limit.
         """
 
 
@@ -167,8 +167,7 @@ class Agreement:
     def on_start(self, options: Mapping[str, object], scope: CancelScope) -> str:
         """Compare the options of the ranks. All ranks call this method before the group's first call.
 
-        Returns:
-            A name for the run, which is the same on all ranks, and different in each run.
+        Return a name for the run, which is the same on all ranks, and different in each run.
 
         Raises:
             DisagreementError: the ranks were given different options. All ranks raise this error.

@@ -41,7 +41,7 @@ class Leaving:
 
     Attributes:
         rank: the rank that leaves, as a rank of the job.
-        started: how many collectives the rank has started in each of its groups, by the group's key (see `Leavers.group`).
+        started: how many collectives the rank has started in each of its groups, by the group's key.
     """
 
     rank: int
@@ -72,14 +72,13 @@ class Leavers:
         """Return an object that counts the calls of a new group.
 
         The group gets a key, which is the same on all members. Members must make groups with equal names in the same order.
-        This rank's notice contains the key even after the group is closed, because another member may still be in the last
-        collective.
         """
         same = f"{name}/{crc32(repr(list(ranks)).encode()):08x}"
         with self._lock:
             # A program may make several groups of one name and the same ranks; the count tells them apart.
             key = f"{same}/{self._made[same]}"
             self._made[same] += 1
+            # The key stays after the group is closed: another member may still be in the last collective.
             calls = self._groups[key] = GroupLeavers(self, key, ranks, is_part=is_part)
         return calls
 
@@ -136,12 +135,12 @@ class GroupLeavers:
         return self._leavers.group(f"{self._key}/{name}", ranks, is_part=True)
 
     def reason_to_give_up(self) -> RankLostError | None:
-        """Return an error if the collective that this rank started last will never finish. Otherwise return None."""
+        """Return an error if the collective that this rank started last will never finish, else None."""
         left = [notice for notice, _ in self._leavers.left().values()]
         return self._error(absentees(left, self._key, self.count.begun, self._ranks))
 
     def transfer_reason_to_give_up(self, peers: Sequence[int]) -> RankLostError | None:
-        """Return an error if a send to or a receive from `peers` will never finish, because all have left; else None."""
+        """Return an error if a transfer with `peers` will never finish, because all of them have left; else None."""
         left = self._leavers.left()
         latest = monotonic() - TRANSFER_GRACE_S
         # A message may arrive shortly after the notice, so only notices that are old enough count.

@@ -87,7 +87,7 @@ def has_ended(process: ProcessIdentity | None) -> bool:
 
 
 def own_identity() -> ProcessIdentity | None:
-    """Return the identity of this process, or None if there is no /proc, such as on a system other than Linux."""
+    """Return the identity of this process, or None if there is no /proc."""
     found, node = _stat(os.getpid()), _own_node()
     return None if found is None or not node else ProcessIdentity(node, socket.gethostname(), os.getpid(), found[1])
 
@@ -194,7 +194,7 @@ class Liveness:
         return tuple(sorted(self._losses))
 
     def reason_to_give_up(self) -> RankLostError | None:
-        """Return an error if a running collective will never end, because a rank is lost. Otherwise return None."""
+        """Return an error if a running collective will never end, because a rank is lost; else None."""
         lost = self.lost()
         # Too early: the lost rank may have sent its part before it ended, and the collective may still finish.
         if not lost or min(self._losses.values()) > monotonic() - GRACE_S:
@@ -202,7 +202,7 @@ class Liveness:
         return self.error(lost)
 
     def transfer_reason_to_give_up(self, peers: Sequence[int]) -> RankLostError | None:
-        """Return an error if a send to or a receive from `peers` will never end, because all of them are lost; else None."""
+        """Return an error if a transfer with `peers` will never end, because all of them are lost; else None."""
         latest = monotonic() - GRACE_S
         lost = [rank for rank in self.lost() if rank in peers and self._losses[rank] <= latest]
         # A receive from any rank goes on while one of the possible senders is left.

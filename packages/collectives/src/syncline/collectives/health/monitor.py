@@ -76,10 +76,10 @@ class Monitored(Protocol):
         """Return an error if the running call will never end; else None. The method must not block, not even in a library."""
 
     def interrupt(self) -> None:
-        """Make the library end the call, if the library can do this. The method may block."""
+        """Make the library end the call, if possible. The method may block."""
 
     def missing_in_words(self) -> str:
-        """Return a sentence that says where this rank waits, and for which ranks. Printed at the end of the process."""
+        """Return a sentence that says where this rank waits, and for which ranks."""
 
     def report(self, reason: str) -> None:
         """Write a report to a file. Give up after a few seconds if the file system does not answer."""
@@ -247,7 +247,6 @@ class _Turn:
         self.is_over = False
 
     def look(self, looked: Looked, now_s: float) -> None:
-        """Call the object's `look`, if the time has come and the last look has ended."""
         is_looking = self._running is not None and not self._running.done.is_set()
         # Do nothing if no look is due, if a look still runs, or if there is nothing to look at.
         if now_s < self._next_s or is_looking or looked.is_idle:
@@ -259,7 +258,6 @@ class _Turn:
             self._look(looked, now_s)
 
     def finish(self, limit_s: float) -> None:
-        """Wait for a running look, at most `limit_s` seconds."""
         if self._running is not None:
             self._running.done.wait(limit_s)
 
@@ -316,7 +314,7 @@ def call_now_and_then(looked: Looked) -> None:
 
 
 def _forget() -> None:
-    """Reset the monitor in a forked child, where its thread does not run, and its lock may stay locked."""
+    # In a forked child the monitor's thread does not run, and the monitor's lock may stay locked.
     global _starting, _monitor
     _starting, _monitor = threading.Lock(), None
 

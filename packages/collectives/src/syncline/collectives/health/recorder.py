@@ -94,10 +94,7 @@ class Divergence:
 def find_divergence(histories: Mapping[int, Sequence[CallRecord]]) -> Divergence | None:
     """Return the first divergence of the ranks of one group, or None. A pure function.
 
-    Only positions that all ranks still remember are compared.
-
-    Args:
-        histories: the last calls of each rank. Calls without a position are ignored.
+    Only positions that all ranks still remember are compared. Calls without a position are ignored.
     """
     placed = {rank: _by_position(records) for rank, records in sorted(histories.items())}
     known = {rank: calls for rank, calls in placed.items() if calls}

@@ -144,10 +144,7 @@ def sentence(calls: Mapping[int, Sequence[CallRecord]], missing: Sequence[int] =
 
 
 def current_call(calls: Sequence[CallRecord]) -> CallRecord | None:
-    """Return the first call that has begun but not succeeded.
-
-    Without such a call, return the last call that has begun. If no call has begun, return the last call; None without calls.
-    """
+    """Return the first call that has begun but not succeeded; else the last call that has begun; else the last call."""
     begun = [call for call in calls if call.state != "queued"]
     unfinished = [call for call in begun if call.state != DONE]
     # The rank is in its first call that failed or still runs.
@@ -225,7 +222,7 @@ def set_report_folder(folder: str | None) -> None:
 def report_folder() -> str:
     """Return the folder for reports: `SYNCLINE_REPORT_DIR`, else the site file's folder, else the working directory.
 
-    If the result is empty, ranks write no reports.
+    An empty text means no reports.
     """
     return os.environ.get(REPORT_VARIABLE, "." if _site_folder is None else _site_folder)
 
@@ -389,7 +386,6 @@ class _OnSignal:
             self._earlier(number, frame)
 
     def is_set(self) -> bool:
-        """Whether this object is still the handler that Python calls for SIGUSR1."""
         return signal.getsignal(signal.SIGUSR1) is self
 
     def report(self) -> None:

@@ -32,7 +32,7 @@ class StatusPost(ABC):
     """Brings one line of text from each rank of a group to rank 0.
 
     Only one thread at a time calls the methods, while other threads may run collectives. The methods never wait for another
-    rank, but they may wait for a lock of a library or for a store.
+    rank.
 
     Attributes:
         hops: the largest number of messages, one after the other, that bring a line to rank 0.
@@ -46,7 +46,7 @@ class StatusPost(ABC):
 
     @abstractmethod
     def posted(self) -> Mapping[int, str]:
-        """On rank 0, return the latest line of each rank that has posted a line since the last call of `posted`.
+        """On rank 0, return the latest line of each rank that has posted a line since the last call.
 
         The result may also contain lines that an earlier call has already returned.
         """

@@ -69,7 +69,7 @@ class Reconnector(ABC):
         return ()
 
     def admit(self, silence_timeout_s: float, limit: int | None = None) -> Transport:
-        """Connect the survivors and at most `limit` newcomers (None: all). A newcomer also calls this method. See `shrink`.
+        """Connect the survivors and at most `limit` newcomers (None: all). Newcomers call this method, too. See `shrink`.
 
         Raises:
             CollectiveTimeout: the members did not let this newcomer in.
@@ -81,10 +81,7 @@ class Reconnector(ABC):
         """Release the resources of this object. All members call this method after the group's transport was closed."""
 
     def leavers(self) -> GroupLeavers | None:
-        """Make the `GroupLeavers` of this generation. None if ranks do not announce that they leave the job.
-
-        `ShrinkableGroup` calls this method once for each generation.
-        """
+        """Make the `GroupLeavers` of this generation; None if ranks do not announce that they leave the job."""
         return None
 
     def raise_alarm(self, generation: Generation, why: str) -> None:  # noqa: B027 - the library may tell the members itself

@@ -242,7 +242,7 @@ class StoreReconnector(Reconnector):
 
     @abstractmethod
     def connect(self, generation: Generation, timeout_s: float) -> Transport:
-        """Connect the members of a generation. All members of the generation call this method.
+        """Connect the members of a generation. All of them call this method.
 
         Raises:
             TransportError: members did not call this method within `timeout_s` seconds, or a member has ended.

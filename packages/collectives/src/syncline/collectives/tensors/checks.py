@@ -65,7 +65,7 @@ _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def is_plain(tensor: torch.Tensor, device_types: frozenset[str]) -> bool:
-    """Whether a quick test shows that `unusable` and `unwritable` would find no problem. If false, call these functions."""
+    """Whether a quick test shows that `unusable` and `unwritable` would find no problem."""
     return (
         type(tensor) in _PLAIN_TYPES
         and ("cpu" if tensor.is_cpu else tensor.device.type) in device_types
@@ -111,7 +111,7 @@ def no_memory(tensor: torch.Tensor) -> str | None:
 
 
 def is_integer(value: object) -> bool:
-    """Whether `value` is an integer of Python or of another library. A float such as 1.0 is not an integer."""
+    """Whether `value` is an integer of Python or of another library. 1.0 is not an integer."""
     # Tensors and arrays have `__index__`, too, but it fails for floats and for more than one element.
     try:
         operator.index(value)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 def untracked() -> torch.inference_mode:
     """A context in which any tensor may be written, even one that requires a gradient or was made in inference mode.
 
-    `torch.no_grad()` is not enough: it does not allow writing to a tensor that was made in inference mode.
+    `torch.no_grad()` is not enough for tensors that were made in inference mode.
     """
     return torch.inference_mode()
 
@@ -21,7 +21,7 @@ def untracked() -> torch.inference_mode:
 def writing(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """A context in which `tensor` may be written. The context is in inference mode only if `tensor` is an inference tensor.
 
-    Prefer this context to `untracked` for sparse tensors: CUDA's sparse operators fail in inference mode.
+    For sparse tensors: CUDA's sparse operators fail in inference mode.
     """
     return untracked() if tensor.is_inference() else torch.no_grad()
 
@@ -59,10 +59,7 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def in_plain_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself if its memory holds its values in order, else a contiguous copy.
-
-    A copy is needed if the tensor is not contiguous, or lazily conjugated or negated (`conj()`, `conj().imag`).
-    """
+    """Return the tensor itself, or a contiguous copy if the tensor is not contiguous, or lazily conjugated or negated."""
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     return tensor.resolve_conj().resolve_neg().contiguous()

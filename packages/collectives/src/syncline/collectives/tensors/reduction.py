@@ -74,7 +74,7 @@ def reduce_into(out: torch.Tensor, op: Reduction, terms: Sequence[torch.Tensor])
 
 
 def reducer_of(terms: Sequence[torch.Tensor], op: Reduction, dtype: torch.dtype) -> Callable[..., object]:
-    """Make a function that reduces these terms as `reduce_into` does. The function takes the keyword `out` for the result.
+    """Make a function that reduces these terms as `reduce_into` does, with the keyword `out` for the result.
 
     If the same terms are reduced often, this is cheaper than `reduce_into`.
     """

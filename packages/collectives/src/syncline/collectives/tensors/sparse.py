@@ -69,7 +69,7 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
     future = new_future([tensor])
 
     def finish(done: TensorsFuture) -> None:
-        """Set the future's result or error. torch's `then` would keep only the text of an error."""
+        # torch's `then` would keep only the text of an error.
         try:
             gather_elements(done)
         except Exception as error:  # noqa: BLE001 - the future's waiters must get it
