@@ -24,7 +24,7 @@ The transport with the least code is `transports.threads`. For NCCL, begin with 
 You can also follow an error. Suppose that a rank is killed during a collective:
 
 1. Another rank waits, for example in `transports.mpi.node.shared_sync`, and calls `CancelScope.check` (`engine.cancel_scope`)
-   now and then. If a library blocks the rank, the monitor (`health.monitor`) does this.
+   now and then. If a library blocks the rank, the monitor (`health.monitor`) asks `health.liveness`.
 2. `HostGroup._why_call_cannot_end` asks `health.liveness`. The result is an error that names the lost rank.
 3. `HostGroup._fail` adds the call and the group to the error's text (`engine.failure`), lets `health.report` write a report,
    and tells the other ranks.

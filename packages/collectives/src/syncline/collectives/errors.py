@@ -149,7 +149,7 @@ class StoreTimeout(StoreError, TimeoutError):
 
 
 class StoreUnavailableError(StoreError):
-    """A store cannot be opened: its port is in use, its address belongs to another host, or its path is not writable."""
+    """A store cannot be opened: its port is in use, its address is not of this host, or its path is not writable."""
 
 
 class StoreAuthenticationError(StoreError):

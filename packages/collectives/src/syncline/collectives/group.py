@@ -34,7 +34,7 @@ class ProcessGroup(ABC):
     `recv`. Any thread may call a method, but the order of the calls must be the same on all ranks.
 
     **Results.** Each collective returns a `Work`. With `async_op=False` the collective has finished when the method returns.
-    With `async_op=True` do not read or write its tensors until the work's `wait()` returns.
+    With `async_op=True` do not read or write the tensors until the work's `wait()` returns.
 
     **Tensors.** Any dtype can be sent; `ReduceOp` lists the dtypes of each reduction. A tensor's device must be of a type in
     `device_types`. Outputs are written in place, also if they are not contiguous. Tensors may be empty or without dimensions.
@@ -547,15 +547,15 @@ class ProcessGroup(ABC):
     def shrink(self, *, silence_timeout_s: float = DEFAULT_SILENCE_TIMEOUT_S) -> ProcessGroup:
         """Make a new group of the surviving ranks, after a `TransportError`. All survivors call this method.
 
-        The method aborts this group. Do not use this group, its sub-groups, or memory from its `allocate` again. All survivors
-        get a new group with the same members, in the old order, even if another rank dies during the call.
+        All survivors get a new group with the same members, in the old order, even if another rank dies during the call. The
+        method aborts this group. Do not use this group, its sub-groups, or memory from its `allocate` again.
 
         Calls that were in flight may have finished on some ranks only. So agree in the new group on the step from which to go
         on.
 
         Args:
-            silence_timeout_s: how long, in seconds, to wait for a rank that may still run and does not call `shrink`. Then the
-                survivors go on without the rank. Over MPI, `shrink` fails instead; the program may call `shrink` again.
+            silence_timeout_s: how long, in seconds, to wait for a rank that may still run. Then the survivors go on without the
+                rank. Over MPI, `shrink` fails instead; the program may call `shrink` again.
 
         Returns:
             The new group, with the name and the time limit of this group.

@@ -3,14 +3,14 @@
 ==================================  ===================================================================================
 private to torch                    without it
 ==================================  ===================================================================================
-``torch._C._dynamo.eval_frame``     ``torch.compiler.disable`` does the same, but loads all of torch.compile (seconds)
+``torch._C._dynamo.eval_frame``     ``torch.compiler.disable`` takes its place, and loads torch.compile (seconds)
 ``is_functorch_wrapped_tensor``     for a tensor inside torch.func, the error wrongly says that its memory was freed
 ``AsyncCollectiveTensor``           a result of torch's functional collectives is an error: pass ``result.wait()``
 ``FakeTensor``                      a tensor of torch's fake mode is an error
-``_len_torch_dispatch_stack``       under torch.distributed, tools such as CommDebugMode and make_fx see no collectives
-``_resolve_process_group``          a collective is an error under these tools, and in a program of torch.compile
+``_len_torch_dispatch_stack``       under torch.distributed, CommDebugMode and make_fx see no collectives
+``_resolve_process_group``          a collective is an error under these tools, and with torch.compile
 ``dist.Backend._plugins``           registering our backends is an error
-``_world.pg_map``                   ``init_as_mpi`` is an error: groups of another backend find no store
+``_world.pg_map``                   ``init_as_mpi`` is an error
 ``_shutdown_backend``               nothing changes: torch itself asks each group to end (torch 2.7 and newer)
 ``ProcessGroupGloo._Options``       the backend ``gloo`` is an error
 ``PythonCallbackWork``              the gathers that torch.compile makes for FSDP cannot run over our groups
@@ -19,13 +19,13 @@ private to torch                    without it
 ``_disable_current_modes``          a mode sees the operators inside a collective for which torch has no operator
 ``torch._foreach_copy_``            tensors are copied one after the other
 ``dist.Work._source_rank``          a receive from any rank over a torch group is an error; name the sender
-``_cuda_getCurrentRawStream``       a collective on CUDA tensors costs some microseconds more of the CPU's time
+``_cuda_getCurrentRawStream``       a collective on CUDA tensors costs some microseconds more
 works that only C++ holds           the group holds each work until somebody waits for the work (torch 2.6)
 ``dist.Store.clone``                a clone of a torch store uses the same connection as the store (torch 2.6)
-``dist.ReduceOp.__getstate__``      a ``premul_sum`` of torch.distributed is not recognised, which is an error; use ours
+``dist.ReduceOp.__getstate__``      a ``premul_sum`` of torch.distributed is an error; use ours
 ``_profiler_enabled``               a profiler shows no collectives
 ``_record_function_with_args_*``    a profiler shows collectives without shapes
-``_call_end_callbacks_on_jit_fut``  a profiler shows when an asynchronous collective was issued, not how long it took
+``_call_end_callbacks_on_jit_fut``  a profiler does not show how long an asynchronous collective took
 ==================================  ===================================================================================
 """
 
@@ -270,11 +270,9 @@ _exit_range: Any = getattr(torch.autograd, "_record_function_with_args_exit", No
 
 
 class ProfilerRange:
-    """A range of torch's profiler. It begins at construction, and ends at `end` or `end_elsewhere`.
+    """A range of torch's profiler, named `title`. It begins at construction, and ends at `end` or `end_elsewhere`.
 
-    Args:
-        title: the name of the range in the profile.
-        tensors: the tensors whose shapes the profiler shows, if it records shapes.
+    If the profiler records shapes, it shows the shapes of `tensors`.
     """
 
     def __init__(self, title: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -39,7 +39,8 @@ def _prepare_to_block(is_done: Callable[[], bool]) -> None:
 class GroupFuture(AnyFuture):
     """The future of a collective. A callback of the same group can wait for the future without a deadlock.
 
-    If a callback given to `then` raises an error, the future that `then` returned fails with this error.
+    If a callback given to `then` raises an error, the future that `then` returned fails with this error. `devices` is as in
+    `devices_of`.
     """
 
     def __init__(self, devices: Devices) -> None:
@@ -381,10 +382,7 @@ class PendingWork(Work):
 class FutureWork(Work):
     """A work that is over when a future is done, for example for a collective and a computation after this collective.
 
-    Args:
-        future: its value is the list of output tensors.
-        tensors: the output tensors.
-        describe: returns the name of the work for error messages.
+    The future's value is the list of output tensors.
     """
 
     def __init__(self, future: TensorsFuture, tensors: list[torch.Tensor], describe: Callable[[], str]) -> None:

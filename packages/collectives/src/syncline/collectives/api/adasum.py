@@ -27,7 +27,7 @@ def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None
     Args:
         tensors: floating-point tensors of one dtype on one device, with the same shapes on every rank. Overwritten with the
             result, which has the same bits on all ranks.
-        group: the group; None means the default group.
+        group: None means the default group.
 
     Cost: log2(p) exchanges of all tensors between two ranks; log2(q) + 2 exchanges if p is not a power of two. Extra memory:
     two copies of all tensors. The dot products are computed in float64.

@@ -61,7 +61,7 @@ def broadcast_coalesced(
     Args:
         tensors: the same number, shapes and dtypes on every rank, in the same order. Read on the root, overwritten on the other
             ranks.
-        group: the group; None means the default group. Every rank of the group calls this function.
+        group: None means the default group. Every rank of the group calls this function.
         root: a rank in the group, from 0.
         buffer_size_bytes: the largest flat buffer, in bytes. A larger tensor gets a buffer of its own.
 
@@ -108,7 +108,7 @@ def all_reduce_coalesced(
     Args:
         tensors: the same number, shapes and dtypes on every rank, in the same order. Overwritten.
         op: a reduction that is defined for the dtypes of all tensors.
-        group: the group; None means the default group.
+        group: None means the default group.
         async_op: if true, return a `Work` at once.
 
     Extra memory: a copy of all tensors.
@@ -140,7 +140,7 @@ def all_gather_coalesced(
         output_tensor_lists: one list for each rank, with tensors like those in `input_tensor_list`. List r is overwritten with
             the tensors of rank r.
         input_tensor_list: the same number, shapes and dtypes on every rank, in the same order. Only read.
-        group: the group; None means the default group.
+        group: None means the default group.
         async_op: if true, return a `Work` at once.
 
     Raises:

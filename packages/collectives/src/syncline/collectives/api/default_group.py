@@ -317,7 +317,7 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def rank_in(group: ProcessGroup, rank: int | None, group_rank: int | None, *, default: int | None = None) -> int:
-    """Return a rank of `group`, from a pair of arguments such as `src` (a rank of the default group) and `group_src`.
+    """Return a rank of `group`, for a pair of arguments such as `src` and `group_src`. `rank` is a rank of the default group.
 
     `default` is the result if `rank` and `group_rank` are None.
 

@@ -30,7 +30,7 @@ def monitored_barrier(
     call the function again.
 
     Args:
-        group: the group; None means the default group.
+        group: None means the default group.
         timeout: seconds or a timedelta; None takes the group's time limit.
         wait_all_ranks: whether the error names all missing ranks, or only the first.
 

@@ -83,7 +83,7 @@ def all_reduce_copy(
     Args:
         tensor: any shape, the same on every rank; only read.
         op: see `ReduceOp`.
-        group: the group; None means the default group.
+        group: None means the default group.
         async_op: if true, return a `PendingResult` of the tensor.
         prescale: multiply each rank's tensor by this factor before the reduction. Integers are multiplied in float64 and
             rounded towards zero; float16 and bfloat16 are multiplied in float32.
@@ -158,7 +158,7 @@ def all_gather_rows(tensor: torch.Tensor, group: ProcessGroup | None = None, asy
 
     Args:
         tensor: at least one dimension; only read. The dtype and all dimensions but the first are the same on every rank.
-        group: the group; None means the default group.
+        group: None means the default group.
         async_op: if true, return a `PendingResult` of the tensor, after the ranks have exchanged their numbers of rows.
 
     Cost: an all-gather of 16 bytes from each rank, then an all-gather of the rows, padded to the rank with the most rows.
@@ -262,7 +262,7 @@ def reduce_scatter_rows(
     Args:
         tensor: at least one dimension; the same shape on every rank; only read.
         op: see `ReduceOp`.
-        group: the group; None means the default group.
+        group: None means the default group.
         async_op: if true, return a `PendingResult` of the tensor.
         prescale: see `all_reduce_copy`.
         postscale: see `all_reduce_copy`.
@@ -340,7 +340,7 @@ def broadcast_copy(
     Args:
         tensor: the same shape and dtype on every rank; only read.
         src: the root, a rank of the default group.
-        group: the group; None means the default group.
+        group: None means the default group.
         async_op: if true, return a `PendingResult` of the tensor.
         group_src: the root, a rank of the group.
     """
@@ -381,7 +381,7 @@ def all_to_all_rows(
     Args:
         tensor: at least one dimension; only read. The dtype and all dimensions but the first are the same on every rank.
         splits: how many rows go to each rank; None means equal numbers.
-        group: the group; None means the default group.
+        group: None means the default group.
         async_op: if true, return a `PendingResult`, after the ranks have exchanged their numbers of rows.
 
     Returns:
@@ -457,7 +457,7 @@ def broadcast_object(obj: Any, src: int | None = None, group: ProcessGroup | Non
     Args:
         obj: the root's object, which must be picklable; ignored on other ranks.
         src: the root, a rank of the default group. Without `src` and `group_src`, the root is rank 0 of the group.
-        group: the group; None means the default group.
+        group: None means the default group.
         group_src: the root, a rank of the group.
     """
     chosen = resolve_group(group)

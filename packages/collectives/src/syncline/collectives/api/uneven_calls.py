@@ -52,9 +52,8 @@ class UnevenCalls:
     def add_step(self, shadow: Callable[[], None]) -> int:
         """Define a step: several collectives that are announced together. All ranks define the same steps in the same order.
 
-        Args:
-            shadow: a method that calls the collectives of the step with zeros. A joined rank calls it when other ranks announce
-                the step. `UnevenCalls` keeps only a weak reference to the method's object.
+        `shadow` is a method that calls the collectives of the step with zeros. A joined rank calls `shadow` when other ranks
+        announce the step. `UnevenCalls` keeps only a weak reference to the method's object.
 
         Returns:
             The step's number, for `announce_step`.
@@ -103,7 +102,7 @@ class UnevenCalls:
         """Take part in the calls of other ranks until all ranks have joined. A rank calls this method when it has no work left.
 
         Returns:
-            The rank that had work for the longest time; of several such ranks, the largest. The same number on all ranks.
+            The rank that had work for the longest time; if there are several, the largest. All ranks return the same number.
         """
         while True:
             present, entries = self._hear(*self._issue(_Entry.JOINED, 0))

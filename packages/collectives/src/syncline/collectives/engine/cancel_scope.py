@@ -50,17 +50,17 @@ def seconds(timeout: timedelta | float | None, default_s: float = DEFAULT_TIMEOU
 
 
 class CancelScope:
-    """Ends a wait after `timeout_s` seconds, or when a thread cancels the scope and gives a reason.
+    """Ends a wait after `timeout_s` seconds, or when a thread calls `cancel` with a reason.
 
     The thread that waits calls `check` regularly. Any thread may call `cancel`.
 
     Args:
         timeout_s: the time limit of the wait, in seconds from now.
-        ask: returns an exception if the wait can never succeed, or None. `check` calls `ask` now and then. An exception ends
-            the scope.
+        ask: returns an exception if the wait can never succeed, or None. `check` calls `ask` now and then, and an exception
+            ends the scope.
 
     Attributes:
-        ask: the argument `ask`. It may keep a group alive, so set it to None if you keep the scope.
+        ask: may keep a group alive, so set it to None if you keep the scope.
         reason: the exception that `cancel` got or `ask` returned, or None.
         was_noticed: whether `check` has raised an error.
     """
@@ -154,7 +154,7 @@ class DetachedCall(Generic[T]):
     waits at most 5 seconds for the threads of all such calls.
 
     Args:
-        function: the function to call. After the call, this object keeps no reference to the function.
+        function: the function to call. This object keeps no reference to the function after the call.
         name: the name of the thread.
         context: returns a context manager, inside which the thread calls the function.
 

@@ -213,11 +213,10 @@ class EngineGroup(ProcessGroup, Inherited):
     def close(self) -> None:
         """Finish all calls, compare the calls with the other ranks, then release the group's connections and memory.
 
-        All ranks call this method. The ranks wait for one another in two cases:
+        All ranks call this method. They wait for one another in two cases:
 
-        - If the ranks did not compare each call before it ran, they compare all calls now. This takes at most 60 seconds, or 5
-          seconds with NCCL.
-        - If all ranks must close the library's objects together, as with MPI, the ranks wait at most 5 seconds.
+        - If they did not compare each call before it ran, they compare all calls now, in at most 60 seconds (5 with NCCL).
+        - If they must close the library's objects together, as with MPI, they wait at most 5 seconds.
 
         If a rank does not come in time, this method raises no error, but communicators of MPI stay open until the process ends.
 

@@ -23,7 +23,6 @@ class TransferWork(Work):
 
     Args:
         request: the transport's request.
-        tensors: a list with the tensor that is sent or received.
         deliver: called when the request has succeeded, for example to copy the data to the program's tensor.
         describe: returns the transfer's name for error messages.
         timeout_s: the default time limit of `wait`, in seconds.

@@ -181,8 +181,8 @@ class LibraryTransport(Transport):
     A subclass implements the abstract methods below, by these rules:
 
     - Each method blocks until this rank's share of the collective is done.
-    - Tensors are flat and contiguous, on the CPU, and of any dtype. A "block" is a tensor with one part for each rank; all
-      parts have the same size.
+    - Tensors are flat and contiguous, on the CPU, and of any dtype. A "block" is a tensor with one part of equal size for each
+      rank.
     - While a method waits, it calls `call.scope.check`, and does not catch the errors of `check`.
     - Turn an error of the library into a `TransportError` (`raise TransportError(...) from error`).
     """

@@ -167,7 +167,7 @@ class Liveness:
     """Finds out whether the processes of a group's ranks still exist. Any thread may call the methods.
 
     Args:
-        members: the process of each rank, as far as it is known. Only processes of this node can be looked at.
+        members: the known processes of the ranks. Only processes of this node can be looked at.
         rank: this rank.
         lost_ranks: returns ranks that another source, such as the library, reports as lost. It must not block.
     """

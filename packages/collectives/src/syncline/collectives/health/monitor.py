@@ -13,8 +13,8 @@ A call runs on one thread: the caller's, or the thread of the group's queue. The
 3. *By the monitor, through the end of the process.* If the thread has not noticed after 22 looks (`END_LOOKS`), the monitor
    ends the process. A thread that has noticed asks the other ranks for the reason, and may get stuck in the library again. So
    the monitor calls `interrupt` 100 looks after the thread has noticed, and ends the process after 200 looks (`NOTICED_LOOKS`).
-   First, it writes the group's report, and prints the group, the ranks for which the call waits, and all stacks. The exit
-   status is 70. The launcher then ends the job.
+   Before the end, the monitor writes the group's report, and prints the group, the ranks for which the call waits, and all
+   stacks. The exit status is 70. The launcher then ends the job.
 
 The monitor counts looks and not seconds, so the time during which the process is stopped (SIGSTOP) does not count.
 

@@ -236,7 +236,7 @@ class Reporter:
         job: the name of the run, which is the same on all ranks.
         rank: the rank in the job.
         size: the number of ranks in the job.
-        folder: the folder in which the reporter makes a folder for the run. "": write no reports. None: use `report_folder()`.
+        folder: a folder, in which the reporter makes a folder for the run. "": no reports. None: use `report_folder()`.
     """
 
     def __init__(self, job: str, rank: int, size: int, folder: str | None = None) -> None:

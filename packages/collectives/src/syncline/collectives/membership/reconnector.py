@@ -22,7 +22,7 @@ class Generation:
 
     Attributes:
         number: counts the generations of the job from 0; `WAITING` in a newcomer that was not let in yet.
-        members: the members' numbers, in the order of their ranks. A member keeps its number in later generations.
+        members: the members' numbers, in the order of their ranks. A member keeps its number.
         me: this process's number as a member.
     """
 

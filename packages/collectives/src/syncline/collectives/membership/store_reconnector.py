@@ -46,8 +46,8 @@ class MembershipVote:
            first proposal wins
         4. it reads the decision. If the decision does not contain a member, `agree` raises `RankGivenUpError` in this member
 
-    The operating system tells which members have ended (`ProcessIdentity`). If a member dies after step 1, the next generation
-    cannot connect, and its members vote again.
+    The operating system tells which members have ended (`ProcessIdentity`). If the decision contains a dead member, the next
+    generation cannot connect, and its members vote again.
 
     Args:
         store: a store for this generation only. The store must live longer than every member.
@@ -138,12 +138,10 @@ class JoinQueue:
         5. reads the decisions, from generation 0 on,
            until a decision has its number; then all members connect
 
-    A newcomer that dies after step 3 counts as a lost member: the next generation cannot connect, and the members vote again.
-    Because of step 4, this newcomer is not proposed again.
+    If a newcomer dies after step 3, the next generation cannot connect, and the members vote again. Because of step 4, this
+    newcomer is not proposed again.
 
-    Args:
-        store: the store in which the members meet.
-        first_size: how many members the first generation has. The first newcomer gets this number.
+    `first_size` is the number of members of the first generation, and the number of the first newcomer.
     """
 
     def __init__(self, store: Store, first_size: int) -> None:
@@ -221,10 +219,7 @@ _MOST_ALARM_BYTES = 2000
 class StoreReconnector(Reconnector):
     """Lets the survivors agree on the members of the next group by a `MembershipVote`. A backend's subclass connects them.
 
-    Args:
-        store: a store that all members can reach, and that outlives each of them.
-        generation: the group's current generation.
-        first_size: how many members the first generation has.
+    All members can reach the `store`, which outlives each of them. The first generation has `first_size` members.
     """
 
     def __init__(self, store: Store, generation: Generation, first_size: int) -> None:
