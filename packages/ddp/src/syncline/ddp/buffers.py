@@ -166,6 +166,7 @@ class Buffers:
         If autograd saw all writes, a second forward could not run before the backward of the first forward.
         """
         noted = [forward.modes for forward in self._open_forwards if forward.is_open()] + [self._modes_without_graph]
+        # In training mode, backward does not read the running statistics, although autograd has saved them.
         unread: set[int] = set()
         for layer in self._state.normalization_layers():
             # If no open forward has noted the layer's mode, the present mode decides.
@@ -175,6 +176,7 @@ class Buffers:
         before = [_bits(buffer).clone() for buffer in others]
         with torch_internals.preserve_versions(buffers):
             yield
+        # A graph may have saved any other buffer. A write of equal values does no harm.
         for buffer, bits in zip(others, before, strict=True):
             if not torch.equal(_bits(buffer), bits):
                 mark_written(buffer)
