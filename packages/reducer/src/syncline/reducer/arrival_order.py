@@ -1,7 +1,4 @@
-"""The order in which gradients arrive. One backward shows this order, and then the reducer builds the buckets in this order.
-
-This module works with integers only, and needs no tensors and no ranks.
-"""
+"""The order in which gradients arrive. One backward shows this order, and then the reducer builds the buckets in this order."""
 
 from __future__ import annotations
 

@@ -16,20 +16,18 @@ from .usage import UsageModel
 
 
 class BackwardReduction:
-    """Issues the collectives of one backward, and waits for these collectives when the backward ends.
+    """Issues the collectives of one backward, and waits for them when the backward ends.
 
     Call the methods on the thread of this backward.
 
     Args:
         buckets: the reducer's buckets, in the order in which they are reduced.
-        usage: the usage model, which knows the parameters that this backward uses. The caller calls the model's `begin` or
-            `shadow_backward` before it calls `start` or `start_empty`.
+        usage: the usage model. The caller calls its `begin` or `shadow_backward` before `start` or `start_empty`.
         reduction: starts the reduction of a bucket.
         group: the group whose ranks average their gradients. After the last bucket, these ranks compare the collectives that
             they have called.
         statistics: the object into which the times are written.
-        mark: a text that identifies this backward. The ranks compare this text together with the first bucket; see Note [Which
-            backward is reduced] in `sync_policy`.
+        mark: a text that identifies this backward; see Note [Which backward is reduced] in `sync_policy`.
     """
 
     def __init__(
@@ -54,10 +52,7 @@ class BackwardReduction:
     def start(self, numbers: range, *, is_last: bool) -> None:
         """Copy gradients into these buckets, and issue the buckets' reductions. Leave out buckets that no rank uses.
 
-        Within one backward, the first call begins with bucket 0, and each further call begins after the last bucket of the
-        previous call.
-
-        See Note [Buckets start in order] in `readiness`.
+        The buckets of a backward start in order, beginning with bucket 0; see Note [Buckets start in order] in `readiness`.
 
         Args:
             numbers: the numbers of the buckets.

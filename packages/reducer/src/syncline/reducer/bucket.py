@@ -31,17 +31,15 @@ class Bucket:
 
         buffer   | view of fc.weight | view of fc.bias | view of conv.weight |     numel = the sum of the views' numels
 
-    A view has the shape of its parameter. If the parameter's elements fill their memory without gaps, the view also has the
-    parameter's strides. (For example, the view of a channels-last parameter is channels-last.) So a gradient can be copied into
-    its view without a change of layout.
+    A view has the shape of its parameter, and its strides if the parameter's elements fill their memory without gaps. For
+    example, the view of a channels-last parameter is channels-last.
 
     Attributes:
         indices: the parameters' indices in the reducer.
         parameters: the parameters.
         names: the parameters' names, for errors.
         buffer: the flat buffer, on the parameters' device, from `group.allocate`.
-        views: one view for each parameter. With `as_view` (the user's `gradient_as_bucket_view`), these views are the
-            gradients, so reduced gradients need not be copied back.
+        views: one view for each parameter. With `as_view` (the user's `gradient_as_bucket_view`), the views are the gradients.
     """
 
     def __init__(
@@ -73,11 +71,7 @@ class Bucket:
         self._holds_vectors = all(parameter.dim() == 1 for parameter in self.parameters)
 
     def views_into(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return one view of a flat buffer for each parameter.
-
-        Each view has the shape of its parameter. If the parameter's elements fill their memory without gaps, the view also has
-        the parameter's strides.
-        """
+        """Return one view of a flat buffer for each parameter, with shape and strides as in the class's docstring."""
         views, start = [], 0
         for parameter in self.parameters:
             piece = buffer[start : start + parameter.numel()]
@@ -96,13 +90,11 @@ class Bucket:
         """Copy the parameters' gradients into the buffer. Gradients that are already in the buffer are not copied.
 
         Args:
-            unused: indices of parameters that this rank does not use in this backward. If an unused parameter has a gradient,
-                this gradient is also copied. If its gradient is None, zeros are copied. If no rank uses the parameter,
-                `deliver` leaves its gradient unchanged.
+            unused: indices of parameters that this rank does not use in this backward. `deliver` may leave their gradients
+                unchanged. A gradient that is None counts as zeros.
 
         Raises:
-            MisuseError: the dtype, layout or shape of a gradient differs from that of its parameter at the time when the bucket
-                was built.
+            MisuseError: the dtype, layout or shape of a gradient differs from its parameter's when the bucket was built.
         """
         self._choose_memory()
         self._has_graph = False
@@ -154,7 +146,7 @@ class Bucket:
     def _positions_in_place(self, gradients: list[torch.Tensor | None]) -> list[int]:
         """Return the positions of the gradients that are in the buffer already, each at its own offset.
 
-        If a gradient is at a wrong offset in the buffer, replace it in the list `gradients` by a copy.
+        In the list `gradients`, replace a gradient at a wrong offset in the buffer by a copy.
         """
         if self._aliasing is not None:
             return self._aliasing.in_place(gradients) if self._is_in_own_memory else []
@@ -231,8 +223,8 @@ class Bucket:
         """Copy the reduced gradients into the buffer, unless they are already in the buffer.
 
         Raises:
-            MisuseError: a hook's result is not a tensor, or differs from the hook's input in number of elements, dtype or
-                device.
+            MisuseError: a hook's result is not a tensor, or differs from the hook's input in number of elements, dtype, layout
+                or device.
         """
         # The usual case: the collective has reduced in place.
         if result is self.buffer:

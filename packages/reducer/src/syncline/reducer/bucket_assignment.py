@@ -1,4 +1,4 @@
-"""Decide which gradients share a bucket, from their sizes and kinds. This module needs no tensors and no ranks."""
+"""Decide which gradients share a bucket, from their sizes and kinds. This module needs no tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GradientSpec:
 
     Attributes:
         nbytes: size of the dense gradient in bytes.
-        kind: the kind of the gradient, such as (dtype, device). Gradients share a bucket only if their kinds are equal.
+        kind: for example (dtype, device). Only gradients of equal kinds share a bucket.
         sparse: whether the gradient is sparse. A sparse gradient gets its own bucket.
     """
 
@@ -42,10 +42,9 @@ def assign_buckets(
 ) -> list[BucketAssignment]:
     """Put the gradients into buckets, in the given order, as torch.distributed does.
 
-    A cap is a size limit. When the size of a bucket reaches its cap, the bucket is closed and gets no more gradients. The last
-    gradient may exceed the cap, so a bucket may be larger than its cap. The buckets of each kind are counted separately: for
-    every kind, the first bucket has the first cap, the second bucket has the second cap, and so on. The last cap also applies
-    to all further buckets.
+    A cap is a size limit. When a bucket reaches its cap, the bucket is closed. Its last gradient may exceed the cap. Each kind
+    has its own sequence of buckets: its first bucket has the first cap, its second bucket the second cap, and so on. The last
+    cap also applies to all further buckets.
 
     Args:
         specs: one spec for each gradient. The result refers to a gradient by its position in this list.
@@ -53,9 +52,9 @@ def assign_buckets(
         order: the indices of `specs` in the order in which gradients come, each index once. None means the order of `specs`.
 
     Returns:
-        The buckets. Every index is in exactly one bucket. Without `order` the buckets are sorted by their smallest index. With
-        `order` the buckets are in the order in which they were closed. Buckets that did not reach their cap come last, in the
-        order of their last gradients. (In torch, the order of these buckets depends on a hash table.)
+        The buckets. Every index is in exactly one bucket. Without `order`, the buckets are sorted by their smallest index. With
+        `order`, they are in the order in which they were closed. Buckets that did not reach their cap come last, in the order
+        of their last gradients. (In torch, the order of these last buckets depends on a hash table.)
 
     Raises:
         InvalidArgumentError: there is no cap, a cap is below 0, or `order` is not a permutation.

@@ -17,7 +17,7 @@ from .sparse_bucket import AnyBucket, SparseBucket
 
 @dataclass(frozen=True)
 class BucketBuilder:
-    """Assigns parameters to buckets, in an order that the caller chooses, and allocates the buckets.
+    """Assigns parameters to buckets and allocates the buckets.
 
     Attributes:
         names: the parameters' names, for errors.
@@ -40,12 +40,9 @@ class BucketBuilder:
     def assign_first(self) -> list[list[int]]:
         """Return the members (parameters' indices) of the first buckets, which are used until the order of gradients is known.
 
-        The buckets, and the parameters in each bucket, are in the reverse order of the parameters' definition.
-
-        With one size limit, the assignment begins with the model's first parameter, as in torch. So each bucket has the same
-        parameters as in torch, and `skip_all_reduce_unused_params` leaves out the same buckets as in torch. With several
-        limits, the assignment begins with the model's last parameter, because the first limit is for the bucket that is reduced
-        first.
+        The buckets, and the parameters in each bucket, are in the reverse order of the parameters' definition. With one size
+        limit, each bucket has the same parameters as in torch. With several limits, the bucket that is reduced first has the
+        first limit.
         """
         backwards = range(len(self.parameters) - 1, -1, -1)
         return self.assign(backwards, from_front=len(self.caps_bytes) == 1)
@@ -53,7 +50,7 @@ class BucketBuilder:
     def assign(self, order: Sequence[int], *, from_front: bool = False) -> list[list[int]]:
         """Assign the parameters to buckets in this order, with delayed parameters last. Return the members of each bucket.
 
-        `order` has the indices of the parameters.
+        `order` has the indices of the parameters. With `from_front`, start with the last index of `order`.
         """
         punctual = [index for index in order if index not in self.delayed]
         delayed = [index for index in order if index in self.delayed]
@@ -61,10 +58,7 @@ class BucketBuilder:
         return [*assign(punctual, self.caps_bytes), *self._assign(delayed, [sys.maxsize])]
 
     def nbytes(self, members: Sequence[int]) -> int:
-        """Return the size in bytes of a bucket with these members.
-
-        A sparse gradient counts 0 bytes, because its size is not known.
-        """
+        """Return the size in bytes of a bucket with these members. A sparse gradient counts 0 bytes."""
         return sum(self.parameters[index].nbytes for index in members if not self.sparse[index])
 
     def build(self, assigned: Sequence[Sequence[int]], kept_views: Collection[int] = ()) -> list[AnyBucket]:
@@ -72,8 +66,7 @@ class BucketBuilder:
 
         Args:
             assigned: for each bucket, the indices of its parameters: the result of `assign` or `assign_first`.
-            kept_views: indices of parameters whose gradients become views of the new buckets. These gradients keep their
-                values.
+            kept_views: indices of parameters whose gradients become views of the new buckets, with their values.
         """
         buckets: list[AnyBucket] = []
         for indices in assigned:

@@ -43,17 +43,14 @@ class BucketReduction:
         self._op: Reduction = ReduceOp.AVG
 
     def divide_by(self, count: int | None) -> None:
-        """Set the divisor of the sums. None means the number of ranks.
-
-        This method does not affect a hook, because a hook divides its gradients itself.
-        """
+        """Set the divisor of the sums. None means the number of ranks. A hook divides by itself."""
         self._op = ReduceOp.AVG if count in (None, self._group.size) else premul_sum(1 / (count or 1))
 
     def start(self, bucket: AnyBucket, number: int, is_last: Callable[[], bool], times: BucketTimes) -> PendingReduction:
         """Issue the reduction of a bucket. Every rank issues the reductions of the same buckets in the same order.
 
-        `is_last` is a function that returns whether this is the last bucket of the backward. `is_last` may wait for other
-        ranks, so this method calls `is_last` only if there is a hook, which needs the result.
+        `is_last` returns whether this is the last bucket of the backward. It may wait for other ranks, and is called only if
+        there is a hook.
         """
         with naming_parameters(lambda: bucket.names):
             # Ask for a hook first: a hook also reduces sparse buckets, on any group.
@@ -79,8 +76,8 @@ class BucketReduction:
 class PendingReduction(ABC):
     """A bucket whose reduction is issued. The end time of the reduction is written into `times`.
 
-    Callbacks at the end of the reduction hold no reference to the group. The reason: a callback may run on the group's own
-    thread. If such a callback dropped the last reference to a group of torch, the group would wait for its own thread for ever.
+    Callbacks at the end of the reduction must hold no reference to the group. A callback may run on the group's own thread. If
+    it dropped the last reference to a group of torch, the group would wait for its own thread for ever.
 
     Attributes:
         shows_bucket: whether a hook has seen the bucket's memory, and may use this memory later.
@@ -93,13 +90,12 @@ class PendingReduction(ABC):
         self._times = times
 
     def wait(self) -> object:
-        """Wait until the reduction is over, and return its result.
+        """Wait until the reduction is over, and return the reduced buffer.
 
-        The result is the reduced buffer. Only a wrong hook can give another result, which `Bucket.accept` refuses.
+        A wrong hook can give another result, which `Bucket.accept` refuses.
 
         Raises:
-            TransportError, DisagreementError: the group's error, with its type unchanged. The error's text also names the
-                parameters.
+            TransportError, DisagreementError: the group's error. Its text also names the parameters.
         """
         with naming_parameters(lambda: self.bucket.names):
             return self._wait()
@@ -183,9 +179,8 @@ class HookReduction(PendingReduction):
 class DeferredReduction(PendingReduction):
     """A sparse bucket on a group without `has_total_order`, such as a group of torch. The reduction runs inside `wait`.
 
-    A sparse all_reduce issues further collectives in a callback. Without `has_total_order`, these collectives may come before
-    another thread's collective on one rank, and after this collective on another rank. `wait` is called at the end of backward,
-    when all ranks have issued all other collectives. So the order is the same on all ranks.
+    A sparse all_reduce issues further collectives in a callback. On such a group, these could come in different orders on
+    different ranks. At the end of backward, when `wait` is called, all other collectives are issued already.
     """
 
     def __init__(self, bucket: SparseBucket, times: BucketTimes, group: ProcessGroup, op: Reduction) -> None:

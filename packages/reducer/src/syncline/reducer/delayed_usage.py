@@ -8,13 +8,13 @@ from .usage import UsageModel
 
 
 class DelayedUsage(UsageModel):
-    """A usage model in which some parameters may get any number of gradients, until the gradient of another parameter comes.
+    """A usage model in which some parameters may get any number of gradients, until the gradient of `until` comes.
 
     Args:
         usage: the usage model for all other parameters.
         delayed: indices of the delayed parameters. The last buckets contain these parameters.
-        until: the index of a parameter. The delayed parameters wait for the last gradient of this parameter. If this gradient
-            does not come, or if `until` is None, the delayed parameters wait for the end of backward.
+        until: the index of the parameter for whose last gradient the delayed parameters wait. If None, or if this gradient does
+            not come, they wait for the end of backward.
     """
 
     def __init__(self, usage: UsageModel, delayed: Collection[int], until: int | None) -> None:
@@ -37,11 +37,7 @@ class DelayedUsage(UsageModel):
         return [index for index in self._usage.begin() if index not in self._delayed]
 
     def needed(self, indices: Collection[int]) -> int | None:
-        """Return None for a bucket with a delayed parameter or with the parameter `until`.
-
-        None means that the reducer must look at each gradient of the bucket. For all other buckets, return the result of the
-        wrapped usage model.
-        """
+        """Return None for a bucket with a delayed parameter or with the parameter `until`, else ask the wrapped usage model."""
         return None if self._until in indices or not self._delayed.isdisjoint(indices) else self._usage.needed(indices)
 
     def shadow_backward(self) -> None:
@@ -73,7 +69,7 @@ class DelayedUsage(UsageModel):
         self._usage.accumulated(indices, undefined)
 
     def ended(self) -> Sequence[int]:
-        """Return the result of the wrapped usage model, followed by the delayed parameters if they still wait for `until`."""
+        """Return the result of the wrapped usage model, followed by the delayed parameters that still wait for `until`."""
         final = [index for index in self._usage.ended() if index not in self._delayed]
         if self._released:
             return final

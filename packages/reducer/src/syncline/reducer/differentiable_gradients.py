@@ -26,8 +26,7 @@ def averaged(local: torch.Tensor, reduced: torch.Tensor, world_size: int) -> tor
 
     Args:
         local: this rank's gradient, which requires a gradient.
-        reduced: the mean over the ranks, in the shape of `local`. The tensor is in a bucket's memory, which is overwritten
-            later.
+        reduced: the mean over the ranks, in the shape of `local`. A later reduction may overwrite this tensor.
         world_size: the number of ranks.
     """
     with torch.enable_grad():
@@ -35,7 +34,7 @@ def averaged(local: torch.Tensor, reduced: torch.Tensor, world_size: int) -> tor
 
 
 def warn_of_graph() -> None:
-    """Warn that second derivatives are not averaged. torch's DistributedDataParallel also warns in this case."""
+    """Warn that second derivatives are not averaged, as torch's DistributedDataParallel does."""
     warnings.warn(
         "backward(create_graph=True): the gradients are averaged, but the reduction is not differentiated through. What is "
         "derived from them is derived from this rank's loss alone, and has to be averaged by its own backward",

@@ -1,4 +1,4 @@
-"""Handle unused parameters: parameters that a backward does not reach on this rank, or does not reach on any rank."""
+"""Handle parameters that a backward does not reach on some ranks or on all ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from .usage import UsageModel
 class UsedMap:
     """A map of used parameters, on which the ranks agree.
 
-    The map has one byte for each parameter, the parameter's level. Level 0 means that no rank uses the parameter. If the level
-    differs between ranks, the map has the highest level. In `DynamicUsage`, level 1 means that a rank uses the parameter. In
-    `StaticUsage`, level 1 means that only a backward before the first reduced backward used the parameter. Level 2 means that
-    the first reduced backward itself used the parameter.
+    The map has one byte for each parameter, its level: the highest level on any rank. Level 0 means that no rank uses the
+    parameter. In `DynamicUsage`, level 1 means that a rank uses it. In `StaticUsage`, level 2 means that the first reduced
+    backward itself used it. There, level 1 means that only an earlier backward used it.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -29,7 +28,7 @@ class UsedMap:
         self._anywhere: Sequence[int] | None = None
 
     def sync(self, used: bytes) -> None:
-        """Start an all_reduce (MAX) of these bytes. This is a collective, unless the group has only one rank."""
+        """Start an all_reduce (MAX) of these bytes. A collective, unless the group has only one rank."""
         if self._group.size == 1:
             self._anywhere = used
             return
@@ -38,7 +37,10 @@ class UsedMap:
         self._work = self._group.all_reduce(self._bytes, ReduceOp.MAX, async_op=True)
 
     def unused(self, indices: Collection[int], level: int = 1) -> frozenset[int]:
-        """Wait for the other ranks, and return the given parameters that no rank uses at this level or at a higher level."""
+        """Return the given parameters whose level is below `level` on every rank.
+
+        The first call after `sync` waits for the other ranks.
+        """
         # The first question waits for the other ranks; the answer stays until the next `sync`.
         if self._anywhere is None:
             assert self._work is not None, "sync() comes first"
@@ -49,20 +51,17 @@ class UsedMap:
 
 
 def without(indices: Collection[int], used: set[int], count: int) -> frozenset[int]:
-    """Return the given parameters that are not used.
-
-    This function is fast in the usual case that all `count` parameters are used.
-    """
+    """Return the given parameters that are not used. Fast if all `count` parameters are used."""
     if len(used) == count or used.issuperset(indices):
         return frozenset()
     return frozenset(indices) - used
 
 
 class DynamicUsage(UsageModel):
-    """A usage model for `find_unused_parameters=True`: in each step and on each rank, backward may reach other parameters.
+    """A usage model for `find_unused_parameters=True`: each backward, on each rank, may reach other parameters.
 
-    Cost: in each backward, one all_reduce of one byte for each parameter. With `skip_unused` there is a second all_reduce at
-    the beginning of backward. A rank waits for this second all_reduce only if it uses no parameter of some bucket.
+    Cost: in each backward, one all_reduce of one byte for each parameter. `skip_unused` adds another such all_reduce at the
+    beginning of backward. A rank waits for it only if this rank uses no parameter of some bucket.
 
     Raises:
         MisuseError: this version of torch cannot tell which nodes a backward will execute.
@@ -127,7 +126,7 @@ class DynamicUsage(UsageModel):
         return never
 
     def shadow_backward(self) -> None:
-        """Count all parameters as not reached. Gradients that this rank has accumulated count for this rank's next backward."""
+        """Count all parameters as not reached. This rank's accumulated gradients count for its next own backward."""
         self._waiting, self._used = self._used, set()
         self._unreached = set(range(len(self._nodes)))
         if self._forecast is not None:
@@ -138,9 +137,9 @@ class DynamicUsage(UsageModel):
         return len(indices) - len(self._unreached.intersection(indices)) if self._unreached else len(indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """Return all given parameters. A parameter gets only one gradient in a backward, so each of these gradients is final.
+        """Return all given parameters, because a parameter gets only one gradient in a backward.
 
-        If the gradient of a parameter is undefined (None), the parameter does not count as used.
+        A parameter whose gradient is None does not count as used.
         """
         self.accumulated(indices, undefined)
         return indices
@@ -155,9 +154,9 @@ class DynamicUsage(UsageModel):
         return ()
 
     def may_skip(self, indices: Collection[int]) -> bool:
-        """Whether no rank uses any of these parameters. Without `skip_unused`, the result is False.
+        """Whether no rank uses any of these parameters. Always False without `skip_unused`.
 
-        The method waits for the other ranks only if this rank uses none of these parameters.
+        Waits for the other ranks only if this rank uses none of these parameters.
         """
         # Without `skip_unused`, no bucket is skipped. If this rank uses the bucket, it need not wait for the other ranks.
         if self._forecast is None or not self._used.isdisjoint(indices) or not self._unreached.issuperset(indices):
@@ -172,14 +171,14 @@ class DynamicUsage(UsageModel):
         return without(indices, self._used, len(self._nodes))
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:
-        """Return the given parameters that no rank uses. Wait for other ranks only if this rank leaves some of them unused."""
+        """Return the given parameters that no rank uses. Waits for other ranks only if this rank does not use all of them."""
         doubtful = self.locally_unused(indices)
         return self._map.unused(doubtful) if doubtful else frozenset()
 
     def reset(self) -> None:
         """Forget the used parameters, because their gradients are reduced.
 
-        After a `shadow_backward`, restore the used parameters that count for this rank's next backward.
+        After a `shadow_backward`, restore the parameters that count for this rank's next backward.
         """
         self._used, self._waiting = self._waiting, set()
         self._unreached = set()

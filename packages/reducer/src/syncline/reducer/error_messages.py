@@ -36,10 +36,7 @@ def not_expected(name: str, place: str) -> MisuseError:
 
 
 def compiled_autograd(place: str) -> MisuseError:
-    """Make the error for a backward that compiled autograd runs.
-
-    Under compiled autograd, the reducer cannot notice the end of a backward.
-    """
+    """Make the error for a backward that compiled autograd runs. There the reducer cannot notice the end of a backward."""
     return MisuseError(
         f"a backward began on {place} under compiled autograd, which drops what shall happen at its end: its gradients would "
         "not be averaged. Set torch._dynamo.config.compiled_autograd=False, or compile the forward only: torch.compile(ddp)"
@@ -47,7 +44,7 @@ def compiled_autograd(place: str) -> MisuseError:
 
 
 def no_buckets(place: str) -> MisuseError:
-    """Make the error for a backward that has no buckets: the forward before it failed while it rebuilt the buckets."""
+    """Make the error for a backward without buckets, because the forward before it failed while it rebuilt them."""
     return MisuseError(
         f"a backward began on {place}, but the latest forward could not allocate the buckets: see its error, and run forward "
         "again"
@@ -55,10 +52,7 @@ def no_buckets(place: str) -> MisuseError:
 
 
 def needs_everyone(place: str) -> MisuseError:
-    """Make the error for a rank without gradients in the first backward of a static graph.
-
-    In this backward all ranks learn the graph.
-    """
+    """Make the error for a rank without gradients in the first backward of a static graph."""
     return MisuseError(
         f"shadow_backward on {place}: with static_graph=True every rank must have gradients in the first backward, from which "
         "all ranks learn the graph"
@@ -66,10 +60,7 @@ def needs_everyone(place: str) -> MisuseError:
 
 
 def another_reducer(place: str) -> MisuseError:
-    """Make the error for two reducers of the same parameters that disturb each other.
-
-    See `GradientHooks.take_over`.
-    """
+    """Make the error for two reducers of the same parameters that disturb each other; see `GradientHooks.take_over`."""
     return MisuseError(
         f"another reducer averages some of the same parameters on {place}, and its forward has had no backward yet: run its "
         "backward first, or close it, or delete its wrapper.\nOn one group their buckets would mix, on groups of other ranks "
@@ -103,7 +94,7 @@ def wrong_layout(name: str, gradient: torch.Tensor, place: str) -> MisuseError:
 def wrong_dtype(name: str, gradient: torch.Tensor, dtype: torch.dtype, expected: torch.dtype, place: str) -> MisuseError:
     """Make the error for a gradient whose dtype differs from the parameter's dtype at construction.
 
-    `dtype` is the present dtype of the parameter.
+    `dtype` is the present dtype of the parameter, `expected` the dtype at construction.
     """
     found = f"expected a gradient of {expected} for parameter '{name}' on {place}, found {gradient.dtype}"
     if dtype is expected:  # only `grad_dtype` lets a gradient have another dtype than its parameter
@@ -127,7 +118,7 @@ def check_gradient(
     *,
     layout: torch.layout = torch.strided,
 ) -> None:
-    """Check that the gradient of a parameter fits a bucket of this dtype and layout.
+    """Check that the gradient of a parameter has this dtype and layout.
 
     Raises:
         MisuseError: the gradient has another dtype or layout.
@@ -139,7 +130,7 @@ def check_gradient(
 
 
 def check_shape(name: str, gradient: torch.Tensor, expected: torch.Size, place: str) -> None:
-    """Check that a gradient's shape is the parameter's shape at construction.
+    """Check that a gradient has this shape.
 
     Raises:
         MisuseError: the gradient has another shape.
@@ -181,13 +172,10 @@ def differentiable(name: str) -> MisuseError:
 
 
 def with_parameter_names(error: Exception, names: Sequence[str]) -> SynclineError | None:
-    """Return a copy of an error, with the names of the bucket's parameters in its text.
+    """Return a copy of a transport error or disagreement, with the names of the bucket's parameters in its text.
 
-    If the error is not a transport error and not a disagreement, return None.
-
-    A future of torch (for example of `torch.futures.collect_all`) converts an error to a RuntimeError, whose text contains the
-    type and the text of the original error. If the original error was a transport error or a disagreement, this function makes
-    an error of this type from the RuntimeError's text.
+    A future of torch converts such an error to a RuntimeError that contains the type and the text of the original error. Then
+    this function makes an error of the original type. For any other error, return None.
     """
     told = error if isinstance(error, TransportError | DisagreementError) else _told(error)
     if told is None:
@@ -199,7 +187,7 @@ def with_parameter_names(error: Exception, names: Sequence[str]) -> SynclineErro
 
 
 def disagreement(error: DisagreementError, where: str) -> DisagreementError:
-    """Return a copy of the error. The copy's text also says where the ranks disagree.
+    """Return a copy of the error whose text also says where the ranks disagree.
 
     If only some ranks ran a backward, the text also says how to correct the script.
     """
@@ -210,7 +198,7 @@ def disagreement(error: DisagreementError, where: str) -> DisagreementError:
 def is_of_a_stray_backward(text: str) -> bool:
     """Whether an error's text shows that a rank ran a backward that other ranks did not run.
 
-    Such a text names different backwards, or a backward that is not the first backward after its forward.
+    Such a text names different backwards, or a backward that is not the first after its forward.
     """
     marks = set(re.findall(r"backward (\d+) since forward (\d+)", text.partition("The last calls")[0]))
     return len(marks) > 1 or any(backward != "1" for backward, _ in marks)
@@ -236,7 +224,7 @@ def _family(kind: type[SynclineError]) -> Iterator[type[SynclineError]]:
 
 
 def not_the_reduced_bucket(result: object, buffer: torch.Tensor, names: Sequence[str]) -> MisuseError | None:
-    """Return the error for a hook's result that cannot be the reduced bucket. Return None if the result can be it."""
+    """Return the error for a hook's result that cannot be the reduced bucket, or None if the result fits."""
     listed = ", ".join(names)
     if not isinstance(result, torch.Tensor):
         return MisuseError(
@@ -258,10 +246,7 @@ def not_the_reduced_bucket(result: object, buffer: torch.Tensor, names: Sequence
 
 @contextmanager
 def naming_parameters(names: Callable[[], Sequence[str]]) -> Iterator[None]:
-    """A context that adds the names of the reduced parameters to transport errors and disagreements.
-
-    The errors keep their types.
-    """
+    """A context that adds the names of the reduced parameters to transport errors and disagreements."""
     try:
         yield
     except Exception as error:

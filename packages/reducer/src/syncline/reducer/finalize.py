@@ -37,14 +37,13 @@ def finalize(
 
     Args:
         reductions: the reductions of the buckets, in the order of their start.
-        statistics: the object that stores the times when this function began and ended, and the seconds that backward waited.
-        globally_unused: a function that takes indices of parameters, and returns the indices of the parameters whose gradients
-            stay unchanged. This function may wait for other ranks.
-        on_delivery: a function that is called for each bucket, with the parameters that now have their reduced gradients. At
-            this time, later buckets may still be in reduction.
+        statistics: the object into which the times are written.
+        globally_unused: takes indices of parameters, and returns those whose gradients stay unchanged. It may wait for other
+            ranks.
+        on_delivery: called for each bucket, with the parameters that now have their reduced gradients. Later buckets may still
+            be in reduction.
         extra_futures: further futures to wait for.
-        verification: a function that starts the comparison of the group's calls, or returns the comparison that already runs.
-            This function is called last.
+        verification: starts the comparison of the group's calls, or returns the comparison that already runs. Called last.
 
     Raises:
         DisagreementError: the ranks called different collectives.

@@ -1,4 +1,4 @@
-"""GradBucket shows a bucket to a communication hook."""
+"""The argument of a communication hook."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from .sparse_bucket import AnyBucket
 
 
 class GradBucket:
-    """The argument of a communication hook.
+    """The argument of a communication hook: a bucket of gradients.
 
-    This class has all methods of `torch.distributed.GradBucket`, and two further methods: `parameter_names` and
-    `process_group`.
+    It has all methods of `torch.distributed.GradBucket`, and also `parameter_names` and `process_group`.
     """
 
     def __init__(self, bucket: AnyBucket, index: int, is_last: bool, group: ProcessGroup) -> None:
@@ -30,18 +29,17 @@ class GradBucket:
     def buffer(self) -> torch.Tensor:
         """Return all gradients of the bucket, as one flat, contiguous tensor.
 
-        The values are this rank's own gradients. They are not divided by the number of ranks.
+        The values are this rank's own gradients, not divided by the number of ranks.
 
-        The bucket of a sparse gradient has only one parameter. The buffer of this bucket is the gradient itself: a coalesced
-        COO tensor with the parameter's shape.
+        A sparse gradient has its own bucket. There, the buffer is the gradient itself: a coalesced COO tensor with the
+        parameter's shape.
         """
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
         """Make `buffer()` and `gradients()` show another flat tensor, with the same number of elements.
 
-        After this call, the hook's result may have the dtype of this tensor. The reducer casts the result to the bucket's own
-        dtype.
+        Then the hook's result may have the dtype of this tensor. The reducer casts the result to the bucket's dtype.
         """
         self._buffer = buffer
 
@@ -54,7 +52,7 @@ class GradBucket:
         return list(self._bucket.parameters)
 
     def parameter_names(self) -> list[str]:
-        """Return the model's names of the parameters, in the order of `gradients()` (torch's GradBucket has no such method)."""
+        """Return the model's names of the parameters, in the order of `gradients()`. Not in torch."""
         return list(self._bucket.names)
 
     def is_last(self) -> bool:
@@ -62,5 +60,5 @@ class GradBucket:
         return self._is_last
 
     def process_group(self) -> ProcessGroup:
-        """Return the group over which the reducer averages gradients (torch's GradBucket has no such method)."""
+        """Return the group over which the reducer averages gradients. Not in torch."""
         return self._group

@@ -13,24 +13,22 @@ LEAST_ALIASED_BYTES = 256 << 10
 
 
 class GradientAliasing:
-    """Lets the large gradients of a bucket use the bucket's memory between two backwards.
+    """Lets the large gradients of a bucket use the bucket's memory between two backwards. Only for gradients on the CPU.
 
     Note [Aliased gradients]
     ~~~~~~~~~~~~~~~~~~~~~~~~
     A copy of the reduced gradients from the bucket takes about as long as their reduction. The bucket needs its memory again
-    only when the next backward fills the bucket. Before this moment, `zero_grad` usually drops the gradients. So at the end of
-    backward, `gradient.data = alias` moves a gradient into the bucket's memory. (The alias is a tensor in this memory.) The
-    tensor object `gradient` stays the same, with its version and its hooks. The memory that autograd had allocated for the
-    gradient is freed. These rules apply:
+    only in the next backward, and `zero_grad` usually drops the gradients before. So at the end of backward, `gradient.data =
+    alias` moves a gradient into the bucket's memory. The tensor object stays the same, with its version and its hooks. These
+    rules apply:
 
     - A gradient is moved only if no view, no array and no storage object in Python uses its memory. All other gradients are
       copied.
-    - When the bucket is filled again, a moved gradient may still be its parameter's gradient. Then this gradient is already in
-      the bucket, and is not copied.
+    - When the bucket is filled again, a moved gradient that is still its parameter's gradient is not copied.
     - If other code uses the memory of a moved gradient (for example, a list holds the gradient), the bucket uses other memory
-      for this backward. The reduction in this other memory is slower, because it is not shared with other ranks.
+      for this backward. The reduction is slower there, because this memory is not shared with other ranks.
 
-    Each rank decides by itself which gradients it moves. Aliasing works only for gradients on the CPU.
+    Each rank decides by itself which gradients it moves.
 
     Args:
         parameters: the bucket's parameters.
@@ -50,8 +48,7 @@ class GradientAliasing:
     def is_memory_free(self) -> bool:
         """Whether the bucket may overwrite its memory.
 
-        True if every moved gradient is gone, or now has other memory, or is still the `grad` of its parameter. (In the last
-        case, the gradient is already in the bucket and is not copied.)
+        True if every moved gradient is gone, has other memory, or is still the `grad` of its parameter.
         """
         return all(
             storage_users(alias) == self._alone[position]
@@ -68,8 +65,7 @@ class GradientAliasing:
         """Move gradients into the bucket's memory, which has the reduced values. Leave out gradients at `untouched` positions.
 
         Returns:
-            The positions of the gradients that are now in the bucket's memory. The caller need not copy the values of these
-            gradients.
+            The positions of the gradients that are now in the bucket's memory. The caller need not copy them.
         """
         moved = set()
         for position in self._aliases:

@@ -1,4 +1,4 @@
-"""Put hooks on parameters. Each hook records that its parameter has got a gradient."""
+"""Hooks on parameters. Each hook records that its parameter has got a gradient."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ class GradientHooks:
 
     Note [After all users' hooks]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Users' hooks may change a gradient. A user's hook that is registered after the reducer's hook also runs after the reducer's
-    hook. So the reducer never collects a bucket inside its hook on a parameter. The reducer collects the bucket after all hooks
-    on the latest gradient have run, that is, after the autograd node of this gradient's parameter has finished. A hook on every
-    node would double the cost of the hooks. So at first, each bucket has one hooked node: the node of the parameter that is
-    expected to complete the bucket. If another parameter completes the bucket, the bucket waits for the next gradient that
-    wakes the reducer in this backward, or for the end of backward. From the next backward on, the node of this other parameter
-    also has a hook.
+    Users' hooks may change a gradient, and may run after the reducer's hook on the parameter. So the reducer collects a bucket
+    only after all hooks on its latest gradient have run. All hooks have run when the parameter's autograd node has finished.
+
+    A hook on every node would double the cost of the hooks. So at first, each bucket hooks only one node, of the parameter that
+    is expected to come last. If another parameter comes last, the bucket waits for the next gradient that wakes the reducer, or
+    for the end of backward. From the next backward on, the node of this parameter also has a hook.
 
     Args:
         parameters: the reducer's parameters.
         group: the group whose ranks average their gradients.
-        reads_in_place: whether this reducer averages gradients in their own memory. If True, another reducer of these
-            parameters would read gradients while this reducer averages them.
-        wake: a method of the reducer. A hook calls `wake` on the thread of backward, when the reducer must look at a bucket
-            (see `PendingBucket.wake_at`). Only a weak reference to `wake` is kept, so that hooks do not keep the reducer alive.
-        node_done: a method of the reducer. A hook calls `node_done` when all hooks on a parameter have run. The arguments are
-            the index and the bucket that `hook_node` got. Only a weak reference is kept.
-        retire: a method of the reducer. Another reducer of the same parameters calls `retire` before a forward or a backward.
-            `retire` returns True if no backward of this reducer is running or expected. In this case, this reducer's hooks are
-            off until the next call of `register`. Only a weak reference is kept.
+        reads_in_place: whether this reducer averages gradients in their own memory.
+        wake: a method of the reducer, called on the thread of backward when the reducer must look at a bucket (see
+            `PendingBucket.wake_at`).
+        node_done: a method of the reducer, called when all hooks on a parameter have run. Its arguments are the index and the
+            bucket that `hook_node` got.
+        retire: a method of the reducer, called by another reducer of the same parameters. It returns True if no backward of
+            this reducer is running or expected. Then this reducer's hooks are removed until the next call of `register`.
+
+    Only weak references to the three methods are kept.
     """
 
     def __init__(
@@ -71,12 +70,10 @@ class GradientHooks:
 
         Note [One stream for all gradients]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-        Each parameter has a node in autograd's graph that accumulates the gradient. A node runs on the CUDA stream that was
-        current when autograd made the node. If no code holds a reference to the node, autograd makes a new node in each
-        forward. A forward may run on another stream than the constructor (`with torch.cuda.stream(...)`, CUDA graphs). If the
-        reducer held only some nodes, the nodes of one bucket would then run on two streams. The bucket is collected on the
-        stream of its last gradient, and this stream would not wait for the gradients of the other stream. So the reducer holds
-        references to the nodes of all parameters. A reference to a node costs nothing. Only hooks on nodes cost time.
+        A parameter's accumulation node runs on the CUDA stream that was current when autograd made the node. If nothing refers
+        to the node, autograd makes a new node in each forward. A later forward may run on another stream (`with
+        torch.cuda.stream(...)`, CUDA graphs). Then the gradients of one bucket would come on two streams, and the bucket would
+        wait for only one of them. So the reducer holds references to the nodes of all parameters.
         """
         self._remove()
         self.are_off = self._is_closed
@@ -92,7 +89,7 @@ class GradientHooks:
             self.hook_node(bucket.members[-1], bucket)
 
     def hook_node(self, index: int, bucket: PendingBucket) -> None:
-        """From the next backward on, call `node_done` when all hooks on this parameter have run.
+        """From the next backward on, call `node_done(index, bucket)` when all hooks on this parameter have run.
 
         `bucket` is the parameter's bucket.
         """
@@ -114,17 +111,15 @@ class GradientHooks:
     def take_over(self) -> bool:
         """Remove the hooks of other reducers of the same parameters.
 
-        Return False if a reducer that disturbs this reducer keeps its hooks.
-
-        Usually only the reducer that has prepared the latest forward averages gradients. Another reducer, for example of a
-        second wrapper of the same module, keeps its hooks in two cases: one of its forwards waits for its backward, or one of
-        its backwards is running. In these cases both reducers average the gradients (for example, if a loss adds the outputs of
-        two wrappers). Two such reducers disturb each other in three cases:
+        A reducer keeps its hooks if one of its forwards waits for its backward, or if one of its backwards is running. Then
+        both reducers average the gradients. They disturb each other in three cases:
 
         - At least one of them averages gradients in place.
-        - Both use one group. Gradients may come in a different order on each rank, so a bucket of one reducer could meet a
-          bucket of the other reducer.
+        - Both use one group, so a bucket of one reducer could meet a bucket of the other reducer.
         - Their groups have different ranks, so their averages differ.
+
+        Returns:
+            False if a reducer that disturbs this reducer keeps its hooks.
         """
         # The usual case: no parameter has a second reducer.
         if not self._others:

@@ -10,7 +10,7 @@ from syncline.collectives import InvalidArgumentError, MisuseError
 
 
 class NamedParameters:
-    """Checked names and parameters. The index of a parameter is its position, which is the same on every rank.
+    """Checked names and parameters. The index of a parameter is its position, the same on every rank.
 
     Attributes:
         names: the names, for errors.
@@ -19,8 +19,7 @@ class NamedParameters:
 
     Raises:
         MisuseError: there is no parameter, or a parameter does not require a gradient.
-        InvalidArgumentError: `sparse` does not have one flag for each parameter, or a flag marks a parameter without dimensions
-            as sparse.
+        InvalidArgumentError: `sparse` does not have one flag for each parameter, or marks a parameter without dimensions.
     """
 
     def __init__(self, named_parameters: Sequence[tuple[str, torch.nn.Parameter]], sparse: Sequence[bool] | None) -> None:

@@ -1,7 +1,4 @@
-"""A state machine for gradients that autograd has accumulated, but the reducer has not taken yet.
-
-This module works with integers only, and needs no tensors.
-"""
+"""A state machine for gradients that autograd has accumulated and the reducer has not taken yet. It needs no tensors."""
 
 from __future__ import annotations
 
@@ -15,25 +12,22 @@ Where: TypeAlias = tuple[int, int]
 
 
 class PendingBucket:
-    """The gradients of one bucket that have come, but the reducer has not taken yet.
-
-    The reducer takes the gradients when enough gradients have come. `expect` sets the number of gradients that are enough.
+    """The gradients of one bucket that have come and that the reducer has not taken yet.
 
     Note [What one gradient costs]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Autograd calls a Python function for every gradient. This call takes about a microsecond, and is the largest cost of a
-    reducer in Python. So the function only appends an index to a list. The function wakes the reducer in two cases: at a
-    bucket's first gradient, because a backward may begin with this gradient, and when the bucket may be complete. All
-    parameters of a bucket are on one device, and autograd has one thread for each device. So no other thread appends to the
-    list at the same time.
+    Autograd calls a Python function for every gradient. This call takes about a microsecond, the largest cost of a reducer in
+    Python. So the function only appends an index to a list. It wakes the reducer only at a bucket's first gradient, where a
+    backward may begin, and when the bucket may be complete. No other thread appends to the list: all parameters of a bucket are
+    on one device, and autograd has one thread for each device.
 
     Args:
         members: the parameters' indices, in the order in which their gradients are expected.
 
     Attributes:
         members: the parameters' indices, as given.
-        indices: the index of the parameter for each gradient that has come and was not taken, in the order of the gradients.
-        wake_at: lengths of `indices`. The hook wakes the reducer when `indices` has one of these lengths.
+        indices: the parameter's index for each gradient that has come and was not taken, in the order of the gradients.
+        wake_at: the hook wakes the reducer when the length of `indices` is in this container.
     """
 
     __slots__ = ("_needed", "indices", "members", "wake_at")
@@ -44,10 +38,10 @@ class PendingBucket:
         self.expect(None)
 
     def expect(self, needed: int | None, *, watch_all: bool = False) -> None:
-        """Set the number of gradients that are enough for the reducer to take them. None: one gradient is enough.
+        """Set how many gradients must come before the reducer takes them. None: one gradient is enough.
 
         The first gradient and gradient number `needed` wake the reducer. With `watch_all`, or if `needed` is None, every
-        gradient wakes the reducer. `watch_all` does not change the number of gradients that are enough.
+        gradient wakes the reducer.
         """
         self._needed = needed or 1
         self.wake_at: Container[int] = EVERY_GRADIENT if watch_all or needed is None else (1, needed)
@@ -60,9 +54,8 @@ class PendingBucket:
     def take(self, *, but_last: bool = False) -> list[int]:
         """Return the indices of the gradients that have come, and forget these gradients.
 
-        With `but_last`, leave out the latest gradient, because users' hooks on this gradient are still running.
-
-        After this call, one gradient is enough, until the next call of `expect`.
+        With `but_last`, leave out the latest gradient. After this call, one gradient is enough, until the next call of
+        `expect`.
         """
         count = len(self.indices) - but_last
         taken = self.indices[:count]
@@ -74,16 +67,14 @@ class PendingBucket:
 class PendingGradients:
     """The pending gradients of all buckets of a reducer.
 
-    This class knows which buckets have enough gradients, and whether the reducer may already take these gradients.
-
     ::
 
         counting ──enough have come──► waiting, where users' hooks on the latest gradient run ──they have run──► taken
             ▲                                                                                                      │
             └──────────────────────────── from now on, one gradient is enough ─────────────────────────────────────┘
 
-    Users' hooks on a gradient have run when the autograd node of the gradient's parameter has finished, or when the thread of
-    this backward has come to another gradient. See Note [After all users' hooks] in `gradient_hooks`.
+    Users' hooks on a gradient have run when the autograd node of its parameter has finished, or when the thread of this
+    backward has come to another gradient. See Note [After all users' hooks] in `gradient_hooks`.
 
     Args:
         buckets: for each bucket, the indices of its parameters, in the order in which their gradients are expected.
@@ -104,8 +95,8 @@ class PendingGradients:
             here: the thread and the backward of this call.
 
         Returns:
-            The buckets that waited for the hooks on an earlier gradient of this thread and backward, each with its gradients
-            without the new gradient.
+            The buckets that waited for the hooks on an earlier gradient of this thread and backward, each with its taken
+            gradients. The new gradient is not taken.
         """
         done = [one for one, where in self._waiting.items() if where == here] if self._waiting else []
         for one in done:
@@ -119,7 +110,7 @@ class PendingGradients:
     def node_done(self, bucket: PendingBucket, index: int) -> list[int]:
         """Record that all hooks on a parameter have run.
 
-        If the bucket waited for these hooks, return its gradients. If not, return an empty list.
+        If the bucket waited for these hooks, take and return its gradients. If not, return an empty list.
         """
         # The bucket needs more gradients, or waits for the hooks on another parameter.
         if bucket not in self._waiting or bucket.indices[-1] != index:
@@ -128,7 +119,7 @@ class PendingGradients:
         return bucket.take()
 
     def take_all(self) -> list[tuple[PendingBucket, list[int]]]:
-        """Return all buckets that have gradients which are not taken yet, each bucket with these gradients.
+        """Take all gradients. Return each bucket that had some, with these gradients.
 
         Call this method when backward has ended, or if the backward is not reduced.
         """

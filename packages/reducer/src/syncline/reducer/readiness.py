@@ -1,4 +1,4 @@
-"""A state machine that tells which gradients and buckets are ready. This module works with integers only."""
+"""A state machine that tells which gradients and buckets are ready. It works with integers only."""
 
 from __future__ import annotations
 
@@ -36,13 +36,10 @@ class Readiness:
         self._ready: set[int] = set()
 
     def mark_ready(self, indices: Sequence[int]) -> range:
-        """Mark gradients as ready.
-
-        Args:
-            indices: the indices of the gradients.
+        """Mark the gradients with these indices as ready.
 
         Returns:
-            The numbers of the buckets that may start now, in order. In most calls the result is empty.
+            The numbers of the buckets that may start now, in order. Often empty.
 
         Raises:
             MarkedTwiceError: one of the gradients was already marked since the last `reset`.

@@ -1,4 +1,4 @@
-"""The reducer averages gradients over the ranks while backward still computes other gradients."""
+"""Average gradients over the ranks while backward still computes other gradients."""
 
 from __future__ import annotations
 
@@ -88,47 +88,41 @@ class Reducer(Inherited):
                        collect, then hook or all_reduce(AVG)      (communication overlaps further backward)
         its end        finalize: wait for the buckets in order, write the results back
 
-    If a backward reaches one of the parameters, it must reach all parameters, on every rank. `find_unused_parameters` and
-    `static_graph` relax this rule. If a backward reaches no parameter on some rank, the reducer of this rank does not notice
-    the backward. Then the other ranks wait for this rank until the group's timeout, and raise an error that names this rank.
+    By default, every backward must reach all parameters, on every rank. `find_unused_parameters` and `static_graph` relax this
+    rule. If a backward reaches no parameter on one rank, the other ranks wait for this rank until the group's timeout. Then
+    they raise an error that names this rank.
 
     Args:
         named_parameters: pairs of a name and a parameter, the same on all ranks. Each parameter requires a gradient. Errors
             show these names.
-        group: the group whose ranks average their gradients. The first forward outside of `no_sync` allocates the buckets,
-            which is a collective of this group. If there is no such forward, the first reduced backward allocates the buckets.
-        bucket_cap_bytes: the size limit of a bucket. A bucket that has reached this size gets no more parameters. A list
-            contains the size limits of the first, second, ... bucket. The last limit also applies to all further buckets.
-        first_bucket_cap_bytes: the size limit of the first bucket. This bucket is small, so that communication starts early.
-            This argument has no effect if `bucket_cap_bytes` is a list.
-        gradient_as_bucket_view: True makes `parameter.grad` a view of the bucket. This saves the copy from the bucket, and the
-            memory of a second copy of the gradients.
+        group: the group whose ranks average their gradients.
+        bucket_cap_bytes: the size limit of a bucket. A bucket that has reached this size gets no more parameters. A list has
+            the limits of the first, second, ... bucket. The last limit also applies to all further buckets.
+        first_bucket_cap_bytes: the size limit of the first bucket. A small first bucket starts communication early. No effect
+            if `bucket_cap_bytes` is a list.
+        gradient_as_bucket_view: make `parameter.grad` a view of the bucket. This saves a copy and the memory of a second copy
+            of the gradients.
         sparse: for each parameter, whether its gradients are sparse (COO). None: no gradient is sparse. Each sparse gradient
             has its own bucket.
-        find_unused_parameters: True: a backward need not reach all parameters, and different ranks may reach different
-            parameters. If no rank uses a parameter, this parameter's gradient stays unchanged. The backward must reach at least
-            one parameter on every rank. See `DynamicUsage`.
-        skip_all_reduce_unused_params: do not reduce a bucket if no rank uses a parameter of this bucket. Requires
-            `find_unused_parameters`.
-        static_graph: True promises that every backward has the graph of the first backward. This graph may use a parameter
-            several times (also in re-entrant checkpoints), or may not use a parameter. See `StaticUsage`. `static_graph` has
-            precedence over `find_unused_parameters`, as in torch.
+        find_unused_parameters: a backward need not reach all parameters, and ranks may reach different parameters. Every rank
+            must reach at least one parameter. If no rank uses a parameter, its gradient stays unchanged. See `DynamicUsage`.
+        skip_all_reduce_unused_params: do not reduce a bucket whose parameters no rank uses. Requires `find_unused_parameters`.
+        static_graph: every backward has the graph of the first backward. This graph may use a parameter several times or not at
+            all. See `StaticUsage`. As in torch, this option overrides `find_unused_parameters`.
         delayed: names of parameters that may get any number of gradients, until the gradient of `delayed_until` arrives or
-            backward ends. The gradients of these parameters are reduced last.
-        delayed_until: the name of a parameter. The delayed parameters wait for the gradient of this parameter. None: they wait
-            for the end of backward.
+            backward ends. Their gradients are reduced last.
+        delayed_until: the name of the parameter for whose gradient the delayed parameters wait. None: they wait for the end of
+            backward.
 
     Attributes:
         statistics: the times of the latest iteration.
-        first_bucket_sizes: the size of each first bucket in bytes. (The first buckets are the buckets before the reducer builds
-            buckets in the order in which gradients arrive.)
+        first_bucket_sizes: the sizes in bytes of the buckets that the constructor plans.
         seems_static: whether all reduced backwards so far have left out the same parameters on this rank.
-        is_in_fork: whether this process is a forked child of the rank's process. In a child, a backward only adds to this
-            process's gradients, as without a reducer.
-        reductions: the number of reduced backwards so far, which is the same on all ranks.
+        is_in_fork: whether this process is a forked child of the rank's process. In a child, gradients are not reduced.
+        reductions: the number of reduced backwards so far, the same on all ranks.
 
-    Extra memory: the buckets, whose total size is the size of all gradients. On CPUs, most large gradients stay in the buckets
-    until the next backward (see `gradient_aliasing`). With `gradient_as_bucket_view` there is no extra memory.
+    Extra memory: the size of all gradients, for the buckets. No extra memory with `gradient_as_bucket_view`. On CPUs, most
+    large gradients share the buckets' memory (see `gradient_aliasing`).
 
     Raises:
         MisuseError: there is no parameter, or a parameter does not require a gradient.
@@ -238,7 +232,7 @@ class Reducer(Inherited):
     def absent(self) -> Sequence[int]:
         """The indices of the parameters that the latest reduced backward did not reach on this rank.
 
-        The list is empty if the usage model does not look for such parameters.
+        Empty if the usage model does not look for such parameters.
         """
         return self._absent or ()
 
@@ -249,14 +243,14 @@ class Reducer(Inherited):
 
     @property
     def latest_error(self) -> str | None:
-        """The type and text of the latest error from this reducer or from `note_error`. None if there was no error."""
+        """The type and text of the latest error. None if there was no error."""
         return self._latest_error
 
     def explained(self, error: DisagreementError, where: str) -> DisagreementError:
         """Explain a disagreement in a collective that does not reduce a bucket.
 
-        If only some ranks ran a backward, return a copy of the error. The text of the copy also says where the ranks disagree,
-        and how to correct the script. Otherwise return the error unchanged.
+        If only some ranks ran a backward, return a copy of the error. Its text says where the ranks disagree, and how to
+        correct the script. Otherwise return the error unchanged.
         """
         is_stray = error_messages.is_of_a_stray_backward(str(error))
         return error_messages.disagreement(error, where) if is_stray else error
@@ -269,7 +263,7 @@ class Reducer(Inherited):
     def has_rebuilt_buckets(self) -> bool:
         """Whether the buckets were built in the order in which gradients arrive.
 
-        After `change_bucket_caps`, the value is False until new buckets are built.
+        False after `change_bucket_caps`, until new buckets are built.
         """
         return self._arrival_order.is_used
 
@@ -285,8 +279,7 @@ class Reducer(Inherited):
         """Declare that all later backwards have the graph of the next backward. See `StaticUsage`.
 
         Raises:
-            MisuseError: the call comes too late, because a backward has already computed gradients. This backward may be
-                reduced or not.
+            MisuseError: a backward has already computed gradients.
         """
         if self._running is not None or self._has_accumulated:
             raise MisuseError(
@@ -299,9 +292,9 @@ class Reducer(Inherited):
     def set_hook(self, hook: CommunicationHook | None, state: Any = None) -> None:
         """Let `hook(state, bucket)` reduce each bucket, in place of `all_reduce(AVG)`. None restores `all_reduce(AVG)`.
 
-        The reducer calls the hook on the thread that runs backward. On every rank, the hook gets the same buckets in the same
-        order. A bucket contains this rank's own gradients, which are not divided. The hook returns a future, whose value is the
-        reduced bucket as one flat tensor. The hook must not call this reducer.
+        The hook runs on the thread of backward. On every rank it gets the same buckets in the same order. A bucket contains
+        this rank's own gradients, not divided. The hook returns a future of the reduced bucket, one flat tensor. The hook must
+        not call this reducer.
         """
         self._check_idle("set_hook")
         # A hook may keep the bucket's memory, so no gradient may stay there.
@@ -309,7 +302,7 @@ class Reducer(Inherited):
         self._reduction.hook, self._reduction.hook_state = hook, state
 
     def divide_by(self, count: int | None) -> None:
-        """Let `all_reduce` divide sums by this number. Every rank must pass the same number. None means the number of ranks.
+        """Let `all_reduce` divide sums by this number, the same on every rank. None means the number of ranks.
 
         Raises:
             InvalidArgumentError: the number is below 1.
@@ -320,30 +313,29 @@ class Reducer(Inherited):
         self._reduction.divide_by(count)
 
     def on_delivery(self, callback: OnDelivery | None) -> None:
-        """Set a function that the reducer calls for each bucket at the end of backward.
+        """Set a function that the reducer calls for each bucket at the end of backward. None removes the function.
 
-        The argument of the function is the list of the bucket's parameters that now have their reduced gradients. The function
-        runs on the thread of backward, while later buckets may still be in reduction. None removes the function.
+        The argument is the list of the bucket's parameters that now have their reduced gradients. The function runs on the
+        thread of backward. Later buckets may still be in reduction.
         """
         self._check_idle("on_delivery")
         self._on_delivery = callback
 
     def on_iteration(self, callback: Callable[[IterationStatistics], None] | None) -> None:
-        """Set a function that the reducer calls with the iteration's times, after all parameters have their reduced gradients.
+        """Set a function that the reducer calls with the iteration's times, when all gradients are reduced.
 
-        The function runs on the thread of backward. All ranks call the function after the same backward, so the function may
-        issue collectives. A rank that takes part by `shadow_backward` does not call the function, so the caller of
-        `shadow_backward` must issue these collectives. None removes the function. The change takes effect at once, also within
-        a backward.
+        None removes the function. The function runs on the thread of backward. It may issue collectives, because all ranks call
+        it after the same backward. `shadow_backward` does not call the function; the caller of `shadow_backward` must issue
+        these collectives. The change takes effect at once, also within a backward.
         """
         self._on_iteration = callback
 
     def on_begin(self, callback: Callable[[], None] | None) -> None:
-        """Set a function that the reducer calls at the start of a reduced backward, before it communicates gradients.
+        """Set a function that the reducer calls when a reduced backward begins, before it communicates.
 
-        The function runs on the thread of backward. On every rank, the function runs between the same two collectives of the
-        group, so the function may issue collectives. A rank that takes part by `shadow_backward` does not call the function, so
-        the caller of `shadow_backward` must issue these collectives. None removes the function.
+        None removes the function. The function runs on the thread of backward. It may issue collectives, because every rank
+        calls it at the same point in the order of the group's collectives. `shadow_backward` does not call the function; the
+        caller of `shadow_backward` must issue these collectives.
         """
         self._check_idle("on_begin")
         self._on_begin = callback
@@ -354,12 +346,9 @@ class Reducer(Inherited):
     def prepare_for_backward(self, *, synchronizes: bool = True) -> None:
         """Prepare the reducer for a backward. Call this method before each forward.
 
-        The first call with `synchronizes=True` builds the buckets. When a reduced backward has shown the order of gradients,
-        the next call with `synchronizes=True` builds the buckets again. With `find_unused_parameters` the buckets are built
-        only once.
-
-        A call that builds buckets is a collective. In a forked child of the rank, a call with `synchronizes=False` does
-        nothing.
+        The first call with `synchronizes=True` builds the buckets. The next such call after a reduced backward builds them
+        again, in the order of that backward's gradients. With `find_unused_parameters` the buckets are built only once. A call
+        that builds buckets is a collective.
 
         Args:
             synchronizes: whether the backward of this forward is reduced. If False, the backward adds to this rank's own
@@ -367,10 +356,8 @@ class Reducer(Inherited):
 
         Raises:
             GroupClosedError: `synchronizes` is True, and this process is a forked child of the rank.
-            MisuseError: the previous backward began to reduce and never ended. Or another reducer of some of these parameters
-                has a running backward, or a forward that waits for its backward, and the two reducers disturb each other. Two
-                reducers disturb each other in three cases: both use one group, their groups have different ranks, or at least
-                one of them has `gradient_as_bucket_view`.
+            MisuseError: the previous backward began to reduce and never ended. Or another reducer of the same parameters is in
+                use and would disturb this reducer; see `GradientHooks.take_over`.
         """
         # A fork, such as a data loader's worker, may run the model. The fork has no hooks, so there is nothing to prepare.
         if self.is_in_fork and not synchronizes:
@@ -384,9 +371,7 @@ class Reducer(Inherited):
             self.statistics = IterationStatistics(time.perf_counter())
 
     def rebuild_buckets(self) -> bool:
-        """Build the buckets now, if the next forward would build them.
-
-        If this call builds buckets, it is a collective.
+        """Build the buckets now, if the next forward would build them. Such a call is a collective.
 
         Returns:
             Whether this call has built the buckets in the order in which gradients arrived.
@@ -397,16 +382,16 @@ class Reducer(Inherited):
         return self.has_rebuilt_buckets and not before
 
     def change_bucket_caps(self, caps_bytes: Sequence[int]) -> None:
-        """Change the bucket sizes. The next forward whose backward is reduced builds new buckets with these sizes.
+        """Change the bucket sizes. The next forward whose backward is reduced builds new buckets.
 
-        Every rank calls this method between the same two backwards, and with the same sizes.
+        Every rank calls this method between the same two backwards, with the same sizes.
 
         Args:
             caps_bytes: size limits of the first, second, ... bucket. The last limit also applies to all further buckets.
 
         Raises:
-            MisuseError: a backward is running or has failed. Or the order in which gradients arrive is not known: no backward
-                was reduced yet, or each backward may reach different parameters (`find_unused_parameters`).
+            MisuseError: a backward is running or has failed. Or no backward has shown the order of gradients yet. With
+                `find_unused_parameters`, no backward ever shows this order.
         """
         self._check_idle("change_bucket_caps")
         if self._arrival_order.learned is None:
@@ -432,7 +417,7 @@ class Reducer(Inherited):
         Args:
             named_parameters: see the class.
             sparse: see the class.
-            bucket_cap_bytes: a list of size limits; see the class.
+            bucket_cap_bytes: size limits of the first, second, ... bucket.
 
         Raises:
             MisuseError: a backward is running or has failed.
@@ -451,22 +436,19 @@ class Reducer(Inherited):
         self._usage.accumulated(there, ())
 
     def unreduced(self) -> set[str]:
-        """Return the names of the parameters that have got gradients after the latest reduced backward.
-
-        These gradients are not averaged yet.
-        """
+        """Return the names of the parameters that have gradients which are not averaged yet."""
         self._count_unsynchronized()
         return set(self._unreduced)
 
     @property
     def has_local_gradients(self) -> bool:
-        """Whether a backward that was not reduced has added to gradients after the latest reduced backward."""
+        """Whether some gradients are not averaged yet, because their backward was not reduced."""
         return bool(self.unreduced())
 
     def find_nodes_again(self) -> None:
-        """Look for the parameters' nodes in autograd's graph again.
+        """Hook the parameters' nodes in autograd's graph again.
 
-        Call this method if parameters were converted to another dtype or device and back, because autograd has made new nodes.
+        Call this method if parameters were converted to another dtype or device and back: autograd then has new nodes.
         """
         self._check_idle("find_nodes_again")
         self._count_unsynchronized()
@@ -477,15 +459,15 @@ class Reducer(Inherited):
             self._hooks.register(self._pending)
 
     def cancel_forward(self) -> None:
-        """Undo the latest `prepare_for_backward`, because the forward failed, so no backward follows."""
+        """Undo the latest `prepare_for_backward`, because its forward failed."""
         self._count_unsynchronized()
         self._sync_policy.cancel_forward()
 
     def keep_local(self, is_local: bool) -> None:
         """Set whether backwards without a forward only add to this rank's gradients.
 
-        If `is_local` is True, such backwards are not reduced, until the next call of `keep_local`. If False, such backwards are
-        reduced, unless the latest forward was within `no_sync`. See Note [Which backward is reduced] in `sync_policy`.
+        If False, such backwards are reduced, unless the latest forward was within `no_sync`. See Note [Which backward is
+        reduced] in `sync_policy`.
         """
         self._sync_policy.keep_local(is_local)
 
@@ -499,10 +481,10 @@ class Reducer(Inherited):
         return self._usage.needs_everyone
 
     def shadow_backward(self, *, has_forward: bool = True) -> None:
-        """Take part in one forward and backward of the other ranks, without this rank's gradients.
+        """Take part in one forward and backward of the other ranks, without gradients of this rank.
 
-        If the other ranks build buckets, this method builds buckets, too. Then the method issues the collectives of a backward
-        with zeros, and waits for these collectives. This rank's gradients stay unchanged.
+        This method issues the collectives of the other ranks, with zeros as gradients, and waits for them. It also builds
+        buckets if the other ranks do. This rank's gradients stay unchanged.
 
         Args:
             has_forward: whether the other ranks have called `prepare_for_backward` before this backward.
@@ -535,8 +517,8 @@ class Reducer(Inherited):
     def reduce_gradients(self, indices: Collection[int]) -> None:
         """Take part in one backward of the other ranks with gradients that this rank already has.
 
-        This method issues the collectives of a backward without a forward, and delivers the reduced gradients. Autograd and
-        users' hooks do not run. The callbacks of `on_begin` and `on_iteration` are not called.
+        This method issues the collectives of a backward, and delivers the reduced gradients. It runs neither autograd nor
+        users' hooks, and does not call the functions of `on_begin` and `on_iteration`.
 
         Args:
             indices: the parameters whose gradients this rank adds.
@@ -579,7 +561,7 @@ class Reducer(Inherited):
 
     @property
     def has_users_hooks(self) -> bool:
-        """Whether the latest check found users' hooks on parameters. Such hooks see gradients that are not averaged yet."""
+        """Whether the latest check found users' hooks, which see gradients before they are averaged."""
         return bool(self._users_hooks.indices)
 
     def users_hooks_in_words(self) -> str:
@@ -587,16 +569,16 @@ class Reducer(Inherited):
         return error_messages.sees_own_gradients([self._named.names[index] for index in self._users_hooks.indices])
 
     def close(self) -> None:
-        """Remove the hooks from the parameters. The gradients stay. If a reducer is freed, its hooks are also removed."""
+        """Remove the hooks from the parameters. The gradients stay."""
         self._close_hooks()
 
     # ---- during backward ----
 
     @_noting_errors
     def _on_wake(self, bucket: PendingBucket) -> None:
-        """A hook calls this on the thread of backward.
+        """A hook on a parameter calls this, on the thread of backward.
 
-        See Note [What one gradient costs] in `pending_gradients`, and Note [After all users' hooks] in `gradient_hooks`.
+        See Note [What one gradient costs] in `pending_gradients`.
         """
         # Another reducer has just taken over, in another hook on this gradient. torch still runs the hooks that were taken off.
         if self._hooks.are_off:
@@ -621,7 +603,7 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _on_node_done(self, index: int, bucket: PendingBucket) -> None:
-        """The hook that `GradientHooks.hook_node` has registered calls this, on the thread of backward."""
+        """A hook on a parameter's node calls this, on the thread of backward."""
         with self._lock:
             taken = self._pending.node_done(bucket, index)
             if taken:
@@ -711,10 +693,7 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _has_all_gradients(self) -> bool:
-        """Mark the last gradients as ready, and return whether none is missing.
-
-        Autograd calls this on the thread of backward. See Note [The outermost backward] in `torch_internals`.
-        """
+        """Mark the last gradients as ready, and return whether all gradients have come."""
         with self._lock:
             self._look_at(self._pending.take_all())
             self._mark_ready(self._usage.ended())
@@ -728,7 +707,7 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _finish(self) -> None:
-        """Autograd runs this after `end` of all reducers, which still collect gradients. `_finish` overwrites gradients."""
+        """Autograd calls this after `_BackwardEnd.end` of all reducers, because `_finish` overwrites gradients."""
         assert self._running is not None, "a backward that ends has begun"
         self._running.finish(self._on_delivery, self._extra_futures)
         if self._learns_order:
@@ -805,7 +784,7 @@ class Reducer(Inherited):
             raise error_messages.backward_never_ended(what, self._group.place())
 
     def _take_over(self) -> None:
-        """Take off the hooks of other reducers, so that an old wrapper of the module does not disturb this reducer."""
+        """Remove the hooks of other reducers, so that an old wrapper of the module does not disturb this reducer."""
         for pause_s in (0.0, 0.01, 0.05, 0.25):
             if self._hooks.take_over():
                 break

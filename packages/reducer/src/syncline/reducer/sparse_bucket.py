@@ -14,12 +14,10 @@ from .bucket import Bucket
 
 
 class SparseBucket:
-    """The bucket of one parameter with a sparse gradient (COO).
+    """The bucket of one parameter with a sparse gradient (COO), which has different elements on each rank.
 
-    The bucket has no other parameter, because the gradient has different elements on each rank.
-
-    Between backwards the bucket holds no memory. `gradient_as_bucket_view` has no effect on this bucket. The reduced gradient
-    has the elements of all ranks' gradients, and replaces the parameter's gradient.
+    Between backwards the bucket holds no memory. The reduced gradient has the elements of all ranks' gradients, and replaces
+    the parameter's gradient.
 
     Attributes:
         indices: a list with the parameter's index in the reducer.
@@ -72,7 +70,8 @@ class SparseBucket:
         """Set `buffer` to the reduced gradient.
 
         Raises:
-            MisuseError: a hook's result is not a tensor, or differs from the hook's input in shape, dtype, layout or device.
+            MisuseError: a hook's result is not a tensor, or differs from the hook's input in number of elements, dtype, layout
+                or device.
         """
         error = error_messages.not_the_reduced_bucket(result, self.buffer, self.names)
         if error is not None:

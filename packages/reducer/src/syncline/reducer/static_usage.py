@@ -1,4 +1,4 @@
-"""Handle a graph that never changes. The first backward shows the graph, and all later backwards must have this graph."""
+"""Handle a graph that never changes: the first reduced backward shows the graph of all later backwards."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from .usage import UnexpectedGradientError, UsageModel
 class StaticUsage(UsageModel):
     """A usage model for `static_graph=True`: in every backward, each parameter gets as many gradients as in the first backward.
 
-    "The first backward" is the first backward that is reduced. A parameter may get no gradient in a backward, or several
-    gradients (from re-entrant checkpoints). During the first backward no rank knows which gradient of a parameter is the last,
-    so all gradients are reduced at the end of this backward. At this time the ranks also agree on the parameters that at least
-    one rank uses. From the second backward on, a parameter is ready when its last gradient has come, and the reduction of a
-    bucket overlaps with backward.
+    "The first backward" is the first backward that is reduced. It may give a parameter no gradient, or several gradients (from
+    re-entrant checkpoints). All its gradients are reduced at its end, because no rank knows yet which gradient of a parameter
+    is the last. Then the ranks also agree on the parameters that at least one rank uses. Later, a parameter is ready when its
+    last gradient has come, and reduction overlaps with backward.
 
-    A backward inside `no_sync` may leave out parameters, but must not use additional parameters. Exception: a backward inside
-    `no_sync` before the first backward may use any parameter, and the first reduction includes its gradients. If the first
-    backward itself does not use a parameter on any rank, later reductions leave the gradient of this parameter unchanged.
+    A backward inside `no_sync` may leave out parameters. It may use additional parameters only before the first backward. The
+    first reduction includes their gradients; later reductions leave them unchanged.
     """
 
     hint_missing = (
@@ -71,7 +69,7 @@ class StaticUsage(UsageModel):
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
         """Return the parameters whose last gradient has come.
 
-        A surplus gradient also counts as a last gradient, so that `Readiness` raises an error for this gradient.
+        A surplus gradient also counts as a last gradient, so that `Readiness` raises an error.
         """
         if self._expected is None:
             self._counts.update(indices)
@@ -92,7 +90,7 @@ class StaticUsage(UsageModel):
         return final
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
-        """Before the end of the first backward, record the used parameters. Later, check that there are no additional ones.
+        """Until the end of the first backward, record the used parameters. Later, check that there are no additional ones.
 
         Raises:
             UnexpectedGradientError: a later backward uses a parameter that the first backward did not use.
@@ -126,12 +124,12 @@ class StaticUsage(UsageModel):
     def locally_unused(self, indices: Collection[int]) -> frozenset[int]:
         """Return the given parameters that got no gradient in the first backward.
 
-        During the first backward, return the given parameters that have no gradient so far.
+        During the first backward, return the given parameters without a gradient so far.
         """
         return without(indices, self._used if self._is_first else self._regular, self._count)
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:
-        """Return the given parameters that no rank uses. The ranks agreed on these parameters in the first backward."""
+        """Return the given parameters that no rank uses, as the ranks agreed in the first backward."""
         doubtful = self.locally_unused(indices)
         return self._map.unused(doubtful, 1 if self._is_first else 2) if doubtful else frozenset()
 

@@ -1,4 +1,4 @@
-"""Store the times of the events of an iteration."""
+"""The times of the events of an iteration."""
 
 from __future__ import annotations
 
@@ -37,16 +37,13 @@ class IterationStatistics:
     Attributes:
         forward_started: the time of the call of `prepare_for_backward`. For a second backward of one forward, the time when
             this backward began.
-        forward_ended: the time when the module's forward returned. DistributedDataParallel sets this time. 0.0 if no wrapper
-            sets this time.
+        forward_ended: the time when the module's forward returned, as set by DistributedDataParallel. 0.0 without a wrapper.
         backward_started: the time when the first gradient was ready.
-        last_gradient: the time when the last gradient was ready. After this time, communication cannot overlap with backward's
-            computation any more.
-        finalize_started: the time when the wait for the last reductions began, after backward had computed all gradients.
+        last_gradient: the time when the last gradient was ready. Later communication does not overlap with backward.
+        finalize_started: the time when the wait for the last reductions began.
         finished: the time when all parameters had their reduced gradients.
         waited_s: the exposed communication: the seconds that the reduction added to backward after the last gradient was ready.
-            This time includes the start of the last buckets, the wait, and the copies of results to gradients, but not
-            autograd's own work.
+            This time includes the start of the last buckets, the wait, and the copies of results to gradients.
         buckets: the times of each bucket, in the order in which the buckets started.
     """
 

@@ -10,21 +10,19 @@ class GradSyncPolicy:
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     The policy does not know which forward a backward belongs to, so it follows these rules:
 
-    * After a forward outside of `no_sync`, the first backward is reduced, with all accumulated gradients. This backward is
-      reduced even if a forward inside `no_sync` runs in between.
-    * A backward may have no forward of the wrapper: a second backward through one graph, or a backward of the bare module. A
-      backward without a forward is also reduced, except in two cases: the latest forward was within `no_sync`, or the backward
-      itself runs within `no_sync`.
+    * After a forward outside of `no_sync`, the first backward is reduced, with all accumulated gradients. A forward inside
+      `no_sync` in between changes nothing.
+    * A backward without a forward is also reduced: a second backward through one graph, or a backward of the bare module.
+      Exceptions: the latest forward was within `no_sync`, or the backward itself runs within `no_sync`.
     * Every other backward adds to this rank's gradients, until a later backward is reduced.
 
-    The first reduced backward of one rank is reduced together with the first reduced backward of every other rank, the second
-    with the second, and so on. If only one rank runs a backward of the bare module, each later backward of this rank is reduced
-    together with the wrong backward of the other ranks. To detect this error, the ranks compare a text (`mark`) together with
-    the first bucket. The text contains the number of the latest forward, and the number of backwards since this forward.
+    The n-th reduced backward of one rank is reduced together with the n-th reduced backward of every other rank. If one rank
+    runs an additional backward, its later backwards meet the wrong ones. To detect this error, the ranks compare a text
+    (`mark`) together with the first bucket. The text contains the number of the latest forward, and the number of backwards
+    since this forward. The text cannot show an additional backward in a loop that never calls the wrapper's forward.
 
-    The policy counts a forward only when its backward is reduced. So a rank may run a forward without a backward, or several
-    forwards before one backward, even if other ranks do not. In a loop that never calls the wrapper's forward, the text cannot
-    show that one rank runs an additional backward, because all backwards of this loop are counted from the same forward.
+    The policy counts a forward only when its backward is reduced. So one rank may run a forward without a backward, or several
+    forwards before one backward.
 
     Attributes:
         is_due: whether the next backward is reduced.
@@ -65,8 +63,7 @@ class GradSyncPolicy:
     def mark(self) -> str:
         """A text that identifies the next reduced backward, such as "backward 1 since forward 7". The ranks compare this text.
 
-        The text counts only forwards whose backward was or will be reduced. Backwards are counted from the latest of these
-        forwards.
+        The text counts only forwards whose backward was or will be reduced.
         """
         forward, backward = self._next()
         return f"backward {backward} since forward {forward}"

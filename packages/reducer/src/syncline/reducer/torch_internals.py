@@ -5,20 +5,17 @@ private to torch                        without it
 ======================================  ==============================================================================
 ``_execution_engine.queue_callback``    importing the package is an error (it calls back at the end of backward)
 ``BackwardCFunction.apply.__code__``    importing the package is an error (it shows whether a backward runs inside another)
-``_foreach_copy_``, ``_foreach_zero_``  importing the package is an error (they copy many gradients, or set them to zero, in
-                                        one call)
+``_foreach_copy_``, ``_foreach_zero_``  importing the package is an error (they copy or zero many gradients in one call)
 ``torch._C.Future``                     importing the package is an error (``Future.then()`` returns such an object)
-``_current_graph_task_id``              if another gradient than the expected one completes a bucket, the bucket waits for the
-                                        end of backward
+``_current_graph_task_id``              a bucket that an unexpected gradient completes waits for the end of backward
 ``_current_autograd_node``              a backward inside a hook of another backward must reach all parameters by itself
 ``_will_engine_execute_node``           ``find_unused_parameters=True`` is an error
 ``_storage_Use_Count``                  no gradient is aliased: all are copied back
-``_post_accumulate_grad_hooks``         hooks of the user that use a gradient before it is averaged are not found
+``_post_accumulate_grad_hooks``         users' hooks that use a gradient before it is averaged are not found
 ``Tensor._version``                     an optimizer's step in such a hook is found only if the hook drops the gradient
 ``in_compiled_autograd_region``         compiled autograd gives no error, but the reduction of its first backward never ends
-hooks on gradients left undefined       the reducer also hooks each parameter's node, which costs half a microsecond; after a
-                                        change of dtype, a gradient that is left undefined gives an error at the end of
-                                        backward (torch 2.6 and 2.7)
+hooks on gradients left undefined       a second hook on each parameter, which costs half a microsecond; after a change of
+                                        dtype, a gradient that is left undefined is an error (torch 2.6 and 2.7)
 ======================================  ==============================================================================
 """
 
@@ -68,10 +65,8 @@ def current_backward() -> int:
 def accumulation_node(parameter: torch.nn.Parameter) -> GraphNode:
     """Return the node of autograd's graph that accumulates the parameter's gradient.
 
-    When the parameter's dtype or device has changed, the parameter has another node.
-
-    Autograd makes a new node if no code holds a reference to the old node. So a caller that hooks the node must keep a
-    reference to the node.
+    A parameter gets another node when its dtype or device changes, or when nothing refers to the old node. So a caller that
+    hooks the node must keep a reference to it.
     """
     with torch.inference_mode(False), hookable(parameter):
         return torch.autograd.graph.get_gradient_edge(parameter).node
@@ -92,7 +87,7 @@ def hook_undefined_gradients(parameter: torch.nn.Parameter, note: Callable[[], o
 
 
 def hook_defined_gradients(parameter: torch.nn.Parameter, note: Callable[[], object]) -> Any:
-    """Call `note` before backward adds a gradient to `parameter.grad`. `torch.autograd.grad` adds none, so it is no call.
+    """Call `note` before backward adds a gradient to `parameter.grad`. `torch.autograd.grad` does not call `note`.
 
     The caller must keep a reference to the returned handle.
     """
@@ -106,7 +101,7 @@ def hook_defined_gradients(parameter: torch.nn.Parameter, note: Callable[[], obj
 
 
 class _HeldHook:
-    """The handle of a hook on a node. It also keeps the node alive."""
+    """The handle of a hook on a node. The handle keeps the node alive."""
 
     def __init__(self, node: GraphNode, handle: Any) -> None:
         self.node = node
@@ -115,7 +110,7 @@ class _HeldHook:
 
 @contextmanager
 def hookable(parameter: torch.nn.Parameter) -> Iterator[None]:
-    """A context in which a frozen parameter accepts hooks, for the case that the parameter requires gradients later."""
+    """A context in which a frozen parameter accepts hooks."""
     was_frozen = not parameter.requires_grad
     if was_frozen:
         parameter.requires_grad_(True)
@@ -129,10 +124,8 @@ def hookable(parameter: torch.nn.Parameter) -> Iterator[None]:
 def unreached(nodes: Sequence[GraphNode]) -> list[int]:
     """Return the positions of the nodes that the running backward will not execute.
 
-    If only the inner backward of a re-entrant checkpoint will execute a node, the node also counts as unreached.
-
-    This is fast, because autograd itself computed the result when the backward started. Cost: 0.1 to 0.2 microseconds for each
-    node.
+    A node that only the inner backward of a re-entrant checkpoint will execute counts as unreached. Cost: 0.1 to 0.2
+    microseconds for each node.
     """
     will_execute = torch._C._will_engine_execute_node
     if all(map(will_execute, nodes)):  # the usual case, in half the time
@@ -141,7 +134,7 @@ def unreached(nodes: Sequence[GraphNode]) -> list[int]:
 
 
 def in_compiled_autograd() -> bool:
-    """Whether compiled autograd runs the backward. Compiled autograd drops callbacks that wait for the end of backward."""
+    """Whether compiled autograd runs the backward. Compiled autograd drops callbacks at the end of backward."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")  # not loaded if no code uses it
     return bool(getattr(module, "in_compiled_autograd_region", False))
 
@@ -160,17 +153,16 @@ def version_of(tensor: torch.Tensor) -> int:
 def storage_users(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the number of Python references to a tensor's storage, and the number of all users of the storage.
 
-    Users are tensors, arrays and other objects. To interpret the two numbers, compare them with the numbers of a tensor whose
-    users are known.
+    To interpret these numbers, compare them with the numbers of a tensor whose users are known.
     """
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
 
 
 def enclosing_function() -> Any:
-    """Return the `torch.autograd.Function` whose backward contains the current backward, or None if there is none.
+    """Return the `torch.autograd.Function` whose backward contains the current backward, or None.
 
-    Cost: 0.2 microseconds, because this function reads each frame of the Python stack.
+    Cost: 0.2 microseconds, to read the Python stack.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -185,10 +177,10 @@ def call_at_backward_end(callback: Callable[[], None]) -> None:
 
     Note [The outermost backward]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    A re-entrant checkpoint runs an inner backward inside the backward of its node. Autograd can only call a callback at the end
-    of the running backward, which is the inner backward. At this moment the outer backward may still have to compute gradients.
-    So in an inner backward, this function hooks the node whose backward started the inner backward. When this node has
-    finished, the outer backward is the running backward. Then the function calls itself, until there is no outer backward.
+    A re-entrant checkpoint runs an inner backward inside the backward of its node. Autograd can call a callback only at the end
+    of the inner backward, when the outer backward may still have gradients to compute. So in an inner backward, this function
+    hooks the node that runs the inner backward. When this node has finished, the function calls itself. In the outermost
+    backward it registers the callback.
     """
     node = enclosing_function()
     if node is None:

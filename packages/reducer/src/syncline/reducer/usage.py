@@ -55,7 +55,7 @@ class UsageModel(ABC):
     def needed(self, indices: Collection[int]) -> int | None:
         """Return the number of gradients that these parameters of one bucket get in this backward.
 
-        The result is None if the reducer must look at each gradient.
+        None if the reducer must look at each gradient.
         """
 
     @abstractmethod
@@ -75,7 +75,7 @@ class UsageModel(ABC):
         """Begin a backward in which only other ranks have gradients. The reducer calls this method in place of `begin`."""
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:  # noqa: B027 - most models need not know
-        """Record gradients of a backward that is not reduced. These gradients count for a later backward.
+        """Record gradients of a backward that is not reduced. They count for a later backward.
 
         Raises:
             UnexpectedGradientError: an earlier backward has shown that one of these parameters gets no gradient.
@@ -99,7 +99,7 @@ class UsageModel(ABC):
         return frozenset()
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
-        """Return the given parameters that no rank uses. The gradients of these parameters stay unchanged.
+        """Return the given parameters that no rank uses. Their gradients stay unchanged.
 
         The call may wait for the collectives that `sync_used_map` issued.
         """
@@ -109,7 +109,7 @@ class UsageModel(ABC):
         """Look for the parameters' nodes in autograd's graph again, because autograd may have made new nodes."""
 
     def reset(self) -> None:  # noqa: B027 - most models remember nothing
-        """Forget all records of this backward, because the backward is over."""
+        """Forget this backward, because it is over."""
 
 
 class CompleteUsage(UsageModel):

@@ -1,4 +1,4 @@
-"""UsersHooks finds users' post-accumulate-grad hooks. These hooks see a gradient before it is averaged."""
+"""Find users' post-accumulate-grad hooks. These hooks see a gradient before it is averaged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOOK_EVERY = 32
 def is_worth_a_look(reductions: int) -> bool:
     """Whether to look for users' hooks after this number of reduced backwards.
 
-    The result is often True for small numbers, and seldom True for large numbers.
+    True for powers of two and for multiples of 32.
     """
     return reductions % _LOOK_EVERY == 0 or reductions & (reductions - 1) == 0
 
@@ -28,10 +28,9 @@ class UsersHooks:
     Note [A gradient that is used too early]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     If a hook changes a gradient, the reducer averages the changed gradient. But two kinds of hooks make the average wrong. A
-    hook that runs an optimizer's step uses this rank's own gradient, and a hook that drops the gradient leaves no gradient to
-    average. So when a bucket starts, the reducer checks the parameters with users' hooks: each gradient that has come must
-    still exist, and the parameter must have the same version as when backward began. Parameters without users' hooks are not
-    checked.
+    hook that runs an optimizer's step uses this rank's own gradient. A hook that drops the gradient leaves nothing to average.
+    So when a bucket starts, the reducer checks the parameters with users' hooks. Each gradient that has come must still exist,
+    and the parameter must have the same version as when backward began.
 
     Args:
         names: the parameters' names, for errors.
@@ -55,7 +54,7 @@ class UsersHooks:
         """Find the parameters that have users' hooks now.
 
         Args:
-            ours: the name of a module. A hook whose function is from this module is the reducer's own hook.
+            ours: the name of the module that defines the reducer's own hooks.
         """
         self.indices = [
             index
@@ -79,8 +78,8 @@ class UsersHooks:
     def begin(self) -> None:
         """Record the parameters' versions at the beginning of a reduced backward.
 
-        Hooks on the first gradient of the backward may have run before this call. So an optimizer's step in one of these hooks
-        is detected only if the hook also drops the gradient.
+        Hooks on the first gradient may have run before this call. An optimizer's step in such a hook is detected only if the
+        hook also drops the gradient.
         """
         self._versions = {index: version_of(self._parameters[index]) for index in self.indices}
 

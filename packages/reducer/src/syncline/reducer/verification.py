@@ -36,9 +36,7 @@ class Difference(NamedTuple):
 
 
 def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tensor], *, group: ProcessGroup) -> None:
-    """Check that the parameters have equal names, shapes, strides and dtypes on all ranks.
-
-    This function also checks that the same parameters are frozen on all ranks.
+    """Check that all ranks have the same parameters: names, shapes, strides, dtypes, and which ones are frozen.
 
     Every rank of the group calls this function.
 
@@ -51,8 +49,8 @@ def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tens
     Cost: an all_reduce of 16 bytes. If ranks differ, also two broadcasts of a description, and an all-gather of a byte.
 
     Raises:
-        DisagreementError: on every rank, if the parameters differ between ranks. The error's text names the first parameter
-            that differs, and describes this parameter on rank 0 and on the first rank that differs from rank 0.
+        DisagreementError: on every rank, if the parameters differ between ranks. The text describes the first parameter that
+            differs, on rank 0 and on the first rank that differs from rank 0.
     """
     described = {name: _describe(parameter) for name, parameter in zip(names, parameters, strict=True)}
     difference = _find_difference(list(described.items()), group)
@@ -64,7 +62,7 @@ def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tens
 
 
 def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -> None:
-    """Check that all ranks have the same options. Every rank of the group calls this function, with the same names.
+    """Check that all ranks have the same options. Every rank of the group calls this function.
 
     Args:
         options: a value for each name. Errors show these names, so use the names of the user's arguments. Values are numbers,
@@ -74,9 +72,9 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
     Cost: the cost of `verify_same_parameters`.
 
     Raises:
-        DisagreementError: on every rank, if the options differ between ranks. The error's text names the options that differ,
-            and their values on rank 0 and on the first rank that differs from rank 0. Also raised if a rank has refused its
-            model (see `telling_the_others`); then the error's text says why.
+        DisagreementError: on every rank, if the options differ between ranks. The text names these options, and their values on
+            rank 0 and on the first rank that differs from rank 0. Also raised if a rank has refused its model (see
+            `telling_the_others`); then the text says why.
     """
     difference = _find_difference(options, group)
     if difference is None:
@@ -98,16 +96,13 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
 
 @contextmanager
 def telling_the_others(group: ProcessGroup) -> Iterator[None]:
-    """A context for checks before `verify_same_options`.
+    """A context for checks before `verify_same_options`. It tells the other ranks if the checks fail on this rank.
 
-    If the checks raise a MisuseError on a rank, `verify_same_options` raises an error with the text of this MisuseError on the
-    other ranks.
-
-    Without this context, the other ranks would wait for the rank that failed.
+    If the checks raise a MisuseError, `verify_same_options` raises its text as a DisagreementError on the other ranks. Without
+    this context, the other ranks would wait.
 
     Raises:
-        MisuseError: the error of the checks. This rank raises its error after it has told the other ranks, or after the group's
-            timeout.
+        MisuseError: the error of the checks, after the other ranks were told, or after the group's timeout.
     """
     try:
         yield
