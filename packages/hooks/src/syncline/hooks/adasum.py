@@ -14,17 +14,18 @@ from .stages import finished
 def adasum_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Combine the gradients of all ranks by Adasum, separately for each parameter.
 
-    Orthogonal gradients are added up, and equal gradients are averaged. So a learning rate for one process fits any number of
-    ranks. Do not multiply the learning rate by the number of ranks. (S. Maleki et al., "Scaling Distributed Training with
-    Adaptive Summation", MLSys 2021.)
+    Orthogonal gradients are added up, and equal gradients are averaged. So do not multiply the learning rate by the number of
+    ranks.
+
+    Source: S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.
 
     Args:
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
         bucket: the gradients, dense and of a floating-point dtype.
 
     Returns:
-        A future of the bucket's buffer. The future is complete when the hook returns, so the communication does not overlap
-        with backward.
+        A future of the bucket's buffer. The future is complete when the hook returns, so communication does not overlap with
+        backward.
 
     Cost, for p ranks: log2(p) exchanges of the bucket between two ranks, and two more if p is not a power of two. Extra memory:
     two buckets, and three copies in float64 of one parameter's gradient.

@@ -18,26 +18,27 @@ from .stages import Stages
 
 @communication_hook
 def batched_powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
-    """Average the bucket approximately. The bucket becomes one square matrix, padded with zeros.
+    """Average the bucket approximately, as one square matrix that is padded with zeros.
 
-    The hook works like `powerSGD_hook`, but the rows of the matrix are not the rows of the parameters. So the approximation is
-    worse. Use `powerSGD_hook`, unless that hook takes too long. `min_compression_rate` and `batch_tensors_with_same_shape` have
-    no effect here, as in torch. If a bucket contains NaN or infinity, the whole bucket becomes NaN on every rank, and the state
-    drops the bucket's errors and factor.
+    This hook is less accurate than `powerSGD_hook`, because the rows of the matrix are not the rows of the parameters. Use it
+    only if `powerSGD_hook` takes too long. As in torch, `min_compression_rate` and `batch_tensors_with_same_shape` have no
+    effect.
+
+    If a bucket contains NaN or infinity, the whole bucket becomes NaN on every rank, and the state drops the bucket's errors
+    and factor.
 
     Source: see `powerSGD_hook`.
 
     Args:
-        state: the settings, the factors of earlier steps, and the errors (the parts of gradients that were not sent). A factor
-            belongs to a whole bucket, so after a change of the buckets, the new buckets begin with random factors.
-        bucket: the gradients, of a floating-point dtype. For 16-bit gradients the hook computes in float32, and sends 16
-            bits.
+        state: the settings, and the errors and factors of earlier steps. A factor belongs to a whole bucket, so a new bucket
+            begins with a random factor.
+        bucket: the gradients, of a floating-point dtype. For 16-bit gradients the hook computes in float32, and sends 16 bits.
 
     Returns:
         A future of the bucket's buffer.
 
-    Cost: two all_reduces of `side * rank` elements, where `side` is the square root of the bucket's number of elements,
-    rounded up.
+    Cost: two all_reduces of `side * rank` elements, where `side` is the square root of the bucket's number of elements, rounded
+    up.
     """
     return run(state, bucket, _bucketwise)
 

@@ -14,10 +14,9 @@ from .sites import Sites
 def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
     """Average the bucket in its own dtype inside each site, and as bfloat16 between sites.
 
-    A site is a set of ranks with fast links between them, such as a node: `Sites(group, str(placement_of(group).node))`. This
-    hook rounds to bfloat16 twice: first the sum of each site (after the division by the number of all ranks), and then the sum
-    over the sites. Sums of 16-bit numbers are accumulated in float32. `bf16_compress_hook` differs in two ways: each rank
-    rounds its own gradients, and the sums that are sent between nodes are float32.
+    A site is a set of ranks with fast links between them, such as a node: `Sites(group, str(placement_of(group).node))`. The
+    hook rounds to bfloat16 twice: first the sum of each site, divided by the number of all ranks, and then the sum over the
+    sites. In contrast, `bf16_compress_hook` rounds each rank's own gradients, and sends float32 sums between nodes.
 
     Args:
         sites: the group of all ranks that train together, divided into sites.

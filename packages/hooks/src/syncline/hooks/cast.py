@@ -16,9 +16,9 @@ from .contract import Bucket, TensorFuture, communication_hook, floating_buffer,
 def fp16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Cast the bucket to float16, average it over the ranks, and cast the result back.
 
-    The ranks' gradients are added up in float32. The sum is divided by the number of ranks before it is rounded to float16. So
-    a sum above float16's limit of 65,504 does no harm, but a single gradient above this limit becomes infinite. (Over NCCL,
-    each gradient is divided before the addition, and the result of each addition is rounded.)
+    Gradients are added up in float32, and the sum is divided by the number of ranks before it is rounded to float16. So only a
+    single gradient above float16's limit of 65,504 becomes infinite. (Over NCCL, each gradient is divided before the addition,
+    and the result of each addition is rounded.)
 
     Args:
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
@@ -60,12 +60,10 @@ def fp16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[
     """Wrap a hook. The wrapper casts the bucket to float16, calls the hook, and casts the hook's result back.
 
     Args:
-        hook: any hook. The bucket's `buffer()` and `gradients()` give the hook float16 tensors. The hook's result may have any
-            dtype.
+        hook: any hook. It gets float16 tensors from the bucket's `buffer()` and `gradients()`. Its result may have any dtype.
 
     Returns:
-        A hook that takes the state of `hook`. The result of the returned hook is the bucket's own buffer, in the bucket's own
-        dtype.
+        A hook that takes the state of `hook`. Its result is the bucket's own buffer, in the bucket's own dtype.
 
     Cost: the cost of the wrapped hook on a bucket of float16, and two bytes of extra memory for each element.
     """

@@ -25,17 +25,17 @@ _KIND = "compression"
 class CompressionState:
     """The state of `compression_hook`: a compressor and the error feedback.
 
-    Every rank passes the same arguments. One state serves one model.
+    Every rank passes the same arguments. Use one state for each model.
 
     Args:
         compressor: `Int8()`, `OneBit()`, `TopK(0.01)`, `RandomK(0.01)`, or your own.
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
-        use_error_feedback: keep the part of a gradient that was not sent, and add this part to the next step's gradient. The
-            kept parts need as much memory as the gradients.
+        use_error_feedback: keep the part of a gradient that was not sent, and add it to the next step's gradient. The kept
+            parts need as much memory as the gradients.
         random_seed: the seed for compressors that choose at random, such as `RandomK`, 0 to 2**32 - 1.
         named_parameters: pairs of a name and a parameter, such as `model.named_parameters()`. `state_dict` saves the error
-            feedback under these names. Without this argument, the names come from Syncline's DDP. torch's DDP provides no
-            names, so the state then uses numbers in place of names.
+            feedback under these names. Syncline's DDP provides names without this argument. torch's DDP does not, and the state
+            then uses numbers as names.
 
     Raises:
         InvalidArgumentError: `compressor` is not a compressor, or the seed is out of range.
@@ -77,7 +77,7 @@ class CompressionState:
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise the error that `load_state_dict` would raise for this state. This method changes nothing."""
+        """Raise the error that `load_state_dict` would raise for this state. Change nothing."""
         check_kind(state, _KIND)
         if state["compressor"] != self.compressor.name:
             raise MisuseError(f"the saved state is of compressor '{state['compressor']}', this one of '{self.compressor.name}'")
@@ -91,8 +91,7 @@ class CompressionState:
 
         Raises:
             MisuseError: the state belongs to another kind of hook, another compressor or another model. Without
-                `named_parameters`, the names are unknown until the first step. So if the state belongs to another model, the
-                hook raises this error in the first step.
+                `named_parameters`, only the first step can find that the model is another one. Then the hook raises this error.
         """
         self.check_state_dict(state)
         self.names.expect(state["names"])
@@ -113,10 +112,9 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     All ranks get the same bits. The result for NaN and infinity depends on the compressor. The error feedback (the parts that
     were left out) contains no NaN and no infinity.
 
-    With `find_unused_parameters`, both Syncline's DDP and torch's DDP drop the result for a parameter that no rank used in this
-    step. The hook does not know that a parameter is unused. So the hook sends a part of this parameter's error feedback, and
-    this part is lost. In Syncline's DDP, `skip_all_reduce_unused_params=True` reduces this loss: DDP does not call the hook for
-    a bucket if no rank uses a parameter of this bucket.
+    With `find_unused_parameters`, DDP drops the result for a parameter that no rank used in this step. So the part of this
+    parameter's error feedback that the hook has sent is lost. In Syncline's DDP, `skip_all_reduce_unused_params=True` reduces
+    this loss.
 
     Args:
         state: the compressor, and the error feedback.
@@ -126,7 +124,7 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
         A future of the bucket's buffer.
 
     Cost: one all_gather of the message (one all_reduce for a `LinearCompressor`), and extra memory for the messages of all
-        ranks.
+    ranks.
 
     Raises:
         MisuseError: the state is not a CompressionState, the bucket holds integers or a sparse gradient, or the loaded state

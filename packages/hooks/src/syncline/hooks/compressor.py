@@ -13,16 +13,15 @@ from .low_precision import math_dtype
 
 
 class Compressor(ABC):
-    """Makes messages from gradients. A compressor has no state, because the hook's state has the error feedback and the seeds.
+    """Makes messages from gradients. A compressor has no state; the hook's state has the error feedback and the seeds.
 
-    The length of a message depends only on the gradients' shapes and dtype. So all ranks send the same number of bytes, and one
-    collective transfers all messages.
+    The length of a message depends only on the gradients' shapes and dtype. So one collective transfers all messages.
     """
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The compressor's name for saved states and errors. The name contains all settings that affect the messages."""
+        """The compressor's name for saved states and errors. It contains all settings that affect the messages."""
 
     @abstractmethod
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
@@ -30,10 +29,10 @@ class Compressor(ABC):
 
         Args:
             gradients: tensors of one dtype and any shapes, each with at least one element. `compress` does not change them.
-            seed: a number for random choices. The number is the same on every rank, and different in every call.
+            seed: a number for random choices, the same on every rank, and different in every call.
 
         Returns:
-            The message, as a flat tensor. The dtype is uint8, unless the docstring of the subclass names another dtype.
+            The message, a flat tensor. Its dtype is uint8, unless the docstring of the subclass names another dtype.
         """
 
     @abstractmethod
@@ -56,7 +55,7 @@ class Compressor(ABC):
         return group.all_gather_into_tensor(messages, message, async_op=True), messages
 
     def mean(self, messages: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Return the mean over all messages. All ranks add the tensors in the same order, so they get the same bits."""
+        """Return the mean over all messages. All ranks add in the same order, so they get the same bits."""
         total = self.decompress(messages[0], like, seed)
         for message in messages[1:]:
             for into, term in zip(total, self.decompress(message, like, seed), strict=True):
@@ -65,7 +64,7 @@ class Compressor(ABC):
 
 
 class LinearCompressor(Compressor):
-    """A compressor whose messages can be averaged without decompression. So one all_reduce averages the messages."""
+    """A compressor whose messages can be averaged without decompression, by one all_reduce."""
 
     def exchange(self, group: ProcessGroup, message: torch.Tensor) -> tuple[Work, torch.Tensor]:
         """Start an all_reduce that averages the messages of all ranks. The result is a single message."""

@@ -1,9 +1,8 @@
 """The contract of a communication hook, for Syncline's DDP and for torch's DDP: the hook's arguments and result.
 
-A hook is a function `hook(state, bucket) -> torch.futures.Future[torch.Tensor]`. Syncline's reducer or torch's reducer calls
-the hook during backward, on every rank, for the same buckets in the same order. The bucket holds this rank's own gradients. DDP
-does not divide gradients by the number of ranks, so a hook that averages must do so. The future's value is the flat tensor of
-the reduced gradients.
+A hook is a function `hook(state, bucket) -> torch.futures.Future[torch.Tensor]`. DDP calls the hook during backward, on every
+rank, for the same buckets in the same order. The bucket holds this rank's own gradients, not divided by the number of ranks. A
+hook that averages must divide. The future's value is the flat tensor of the reduced gradients.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Bucket(Protocol):
         """All gradients of the bucket, in one flat tensor."""
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Let `buffer()` and `gradients()` return another flat tensor with the same number of elements, and its views."""
+        """Let `buffer()` and `gradients()` show another flat tensor with the same number of elements."""
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients as views of `buffer()`."""
@@ -52,12 +51,10 @@ class Bucket(Protocol):
 def communication_hook(hook: Hook) -> Hook:
     """A decorator that lets torch's `register_comm_hook` accept a hook with annotations.
 
-    torch requires that the hook's annotations are torch's own types. A hook that also runs under Syncline's DDP has other
-    annotations. Also, `from __future__ import annotations` converts annotations to strings. So this decorator hides the
-    annotations from `inspect.signature`.
+    torch accepts only its own types as annotations, so this decorator hides the annotations from `inspect.signature`.
 
-    torch's DDP waits in C++ for the hook's future. So under torch's DDP, the decorated hook returns a future whose error is
-    visible in C++. This error has the text of the hook's error. See Note [Futures that fail] in `syncline.collectives.work`.
+    torch's DDP waits in C++ for the hook's future. Under torch's DDP, an error of the decorated hook's future is also visible
+    in C++. See Note [Futures that fail] in `syncline.collectives.work`.
     """
 
     @functools.wraps(hook)
@@ -82,8 +79,7 @@ def floating_buffer(bucket: Bucket, purpose: str, *, may_be_sparse: bool = False
         may_be_sparse: whether to also accept the buffer of a sparse gradient, which is a sparse tensor.
 
     Raises:
-        MisuseError: the dtype is integer or complex, or the buffer is sparse and `may_be_sparse` is False. (A cast would drop
-            the imaginary part of complex numbers.)
+        MisuseError: the dtype is integer or complex, or the buffer is sparse and `may_be_sparse` is False.
     """
     buffer = bucket.buffer()
     if not buffer.is_floating_point():
@@ -108,8 +104,8 @@ def group_of(state: Any, bucket: Bucket) -> ProcessGroup:
     """Return the group over which a hook communicates.
 
     Args:
-        state: a group of Syncline, a group of torch.distributed, or None. If Syncline's reducer runs the hook, None means the
-            reducer's group. If torch's DDP runs the hook, None means torch's default group.
+        state: a group of Syncline, a group of torch.distributed, or None. None means the group of Syncline's reducer that runs
+            the hook, or torch's default group under torch's DDP.
         bucket: the bucket that the hook got.
 
     Raises:

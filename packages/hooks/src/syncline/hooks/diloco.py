@@ -30,28 +30,25 @@ class DiLoCoOptimizer(WrappingOptimizer):
         outer gradient          the parameters after the latest synchronisation, minus the present average of all replicas
         outer step              SGD with Nesterov momentum; every replica continues from the result
 
-    Do not wrap the model in DDP, unless you pass `sites`. Gradients are not averaged between replicas. Buffers, such as the
-    statistics of batch normalisation, are not synchronised.
+    Do not wrap the model in DDP, unless you pass `sites`. Buffers, such as the statistics of batch normalisation, are not
+    synchronised.
 
-    With `fragments` above 1, the algorithm is Streaming DiLoCo. The parameters are divided into fragments of about the same
-    number of bytes, and the fragments are synchronised in turn. So with N fragments, the largest number of bytes that is sent
-    at once is divided by N. With `overlap_steps`, a fragment is averaged in the background during this number of inner steps.
-    Then each parameter becomes `mixing` times its present value plus `1 - mixing` times the outer step's result.
+    With `fragments` above 1, the algorithm is Streaming DiLoCo: the parameters are divided into fragments of about the same
+    number of bytes, which are synchronised in turn. With `overlap_steps`, a fragment is averaged in the background during this
+    number of inner steps.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Douillard et al.,
     "Streaming DiLoCo with overlapping communication", 2025. The defaults are the values of the first paper.
 
     Args:
-        optim: the inner optimizer, AdamW in the papers. The new optimizer shows the inner optimizer's parameter groups, state
-            and defaults.
+        optim: the inner optimizer, AdamW in the papers.
         named_parameters: pairs of a name and a parameter to synchronise, such as `model.named_parameters()`. The parameters
             have floating-point dtypes. Pass the same names on all ranks. The constructor is a collective that gives all ranks
             the first rank's values.
         process_group: a group of Syncline or of torch, with one rank of each replica; None means torch's default group. Do not
             pass a group together with `sites`.
-        sites: the group of all ranks, divided into sites. Each site has one replica: wrap the model in DDP over `sites.inside`,
-            which averages the gradients of the site's ranks at every step. Only the first rank of each site communicates with
-            other sites.
+        sites: the group of all ranks, divided into sites. Each site has one replica: wrap the model in DDP over `sites.inside`.
+            Only the first rank of each site communicates with other sites.
         sync_every: H, the number of inner steps between two outer steps, the same on all ranks.
         outer_lr: the learning rate of the outer optimizer, above 0.
         outer_momentum: the momentum of the outer optimizer, at least 0 and below 1.
@@ -65,15 +62,15 @@ class DiLoCoOptimizer(WrappingOptimizer):
         seed: the compressor's seed, 0 to 2**32 - 1. Without a compressor, the seed must be 0.
 
     Bytes sent by each rank for each step, on average: the bytes of one all_reduce of all parameters, divided by H. float16 and
-    bfloat16 parameters are sent as float32. With a compressor, the average is the bytes of one all_gather of the compressor's
-    message, divided by H.
+    bfloat16 parameters are sent as float32. With a compressor: one all_gather of the compressor's message, divided by H.
 
     Extra memory: two copies of the parameters in float32 or float64 (one copy without momentum), and a copy of each fragment
     whose average is in progress. With a compressor, one more copy of the parameters.
 
     Raises:
         InvalidArgumentError: a setting is out of its range, or a name is missing, unknown or given twice.
-        MisuseError: the dtype of a parameter is not a floating-point dtype, or both `process_group` and `sites` are given.
+        MisuseError: the dtype of a parameter is not a floating-point dtype, there is no parameter, or both `process_group` and
+            `sites` are given.
     """
 
     # Note [Bitwise outer steps]
@@ -154,11 +151,11 @@ class DiLoCoOptimizer(WrappingOptimizer):
         return loss
 
     def synchronize(self) -> None:
-        """Finish all averages that are in progress. Then take one more outer step of every fragment, without mixing.
+        """Finish all averages in progress. Then take one more outer step of every fragment, without mixing.
 
-        This is a collective. Call `synchronize` at the end of training, to make the replicas equal. With one fragment and no
-        overlap, replicas are already equal after every outer step. Do not call `synchronize` directly after such an outer step,
-        because a second outer step would only follow the momentum.
+        This is a collective. Call it at the end of training, to make the replicas equal. With one fragment and no overlap,
+        replicas are already equal after every outer step. Do not call `synchronize` directly after such an outer step: it would
+        only follow the momentum.
         """
         for fragment in self._fragments:
             fragment.finish_if_due(None)
@@ -171,11 +168,12 @@ class DiLoCoOptimizer(WrappingOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state, with the outer optimizer's state under the additional key "outer".
 
-        The method waits for averages that are in progress. With sites, this wait is a collective of the site, so all ranks of
-        the site must call the method. With a compressor, the error feedback differs between ranks, so save the state on every
-        rank. To continue with another number of ranks, merge the entries "outer" of all ranks with `merge_states`. Between
-        outer steps, the parameters differ between replicas. So if all ranks load the model of one rank, the training continues
-        from the replica of this rank.
+        The method waits for averages in progress. With sites, this wait is a collective of the site, so all ranks of the site
+        must call the method.
+
+        With a compressor, the error feedback differs between ranks, so save the state on every rank. To continue with another
+        number of ranks, merge the entries "outer" of all ranks with `merge_states`. Between outer steps, the parameters differ
+        between replicas, too.
         """
         exchange = self._exchange
         outer = {
@@ -191,7 +189,7 @@ class DiLoCoOptimizer(WrappingOptimizer):
         return {**self.optim.state_dict(), "outer": outer}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state. The state does not contain the model's parameters, so load these parameters, too.
+        """Continue from a saved state. Load the model's parameters yourself; the state does not contain them.
 
         Raises:
             MisuseError: the "outer" state is missing or belongs to another model. Or the state was saved while an average was
@@ -217,10 +215,10 @@ class DiLoCoOptimizer(WrappingOptimizer):
             fragment.load(saved, under_way.get(tuple(fragment.parameters)))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - always refused
-        """Raise an error, because all ranks would have to add the new parameters at the same step.
+        """Raise an error, because this optimizer accepts no further parameters.
 
         Raises:
-            MisuseError: in every call.
+            MisuseError: always.
         """
         raise MisuseError("a DiLoCoOptimizer takes no further parameters; make a new one of the larger inner optimizer")
 
@@ -243,7 +241,7 @@ class _OuterSGD:
 
 
 class _Fragment:
-    """Parameters that are synchronised together, with the outer optimizer's state: for each parameter an anchor and a velocity.
+    """Parameters that are synchronised together, each with an anchor and a velocity.
 
     The anchor is the parameter's value after the latest synchronisation. The velocity is the momentum of the outer optimizer.
     """
@@ -269,10 +267,7 @@ class _Fragment:
 
     @torch.no_grad()
     def finish_if_due(self, step: int | None) -> None:
-        """If the outer step is due after `step`, wait for the average and take the outer step.
-
-        If `step` is None, the outer step is always due.
-        """
+        """If the outer step is due after `step`, wait for the average and take the outer step. None: the outer step is due."""
         if self._pending is None or (step is not None and step < self._due):
             # No average is under way, or its outer step is due later.
             return
@@ -286,7 +281,7 @@ class _Fragment:
                 parameter.copy_(anchor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of anchors, velocities and the average under way, by name. Waits for this average."""
+        """Copies of anchors, velocities and the average in progress, by name. Waits for this average."""
         averages = [None] * len(self._anchors) if self._pending is None else self._pending.wait()
         saved = zip(self.parameters, self._anchors, self._velocities, averages, strict=True)
         return {
@@ -298,7 +293,7 @@ class _Fragment:
         }
 
     def load(self, saved: Mapping[str, Mapping[str, torch.Tensor]], due: Sequence[Any] | None) -> None:
-        """Continue from saved tensors, by name. `due` is [step, mixing] if an average was under way, else None."""
+        """Continue from saved tensors, by name. `due` is [step, mixing] if an average was in progress, else None."""
         mine = [saved[name] for name in self.parameters]
         for anchor, velocity, tensors in zip(self._anchors, self._velocities, mine, strict=True):
             anchor.copy_(tensors["anchor"])

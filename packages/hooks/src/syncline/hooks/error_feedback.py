@@ -41,7 +41,7 @@ class ErrorFeedback:
             tensor.add_(self._errors[name].to(tensor.device).view(tensor.shape))
 
     def take(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
-        """Return the remembered error of a parameter, and forget this error. The caller may overwrite the returned tensor.
+        """Return the remembered error of a parameter, and forget it. The caller may overwrite the returned tensor.
 
         Args:
             name: the parameter's name.

@@ -10,8 +10,7 @@ from syncline.collectives import InvalidArgumentError
 def balanced_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Distribute items over `count` fragments of about the same size.
 
-    The function places the items from the largest to the smallest. Each item goes to the smallest fragment so far. Among
-    fragments of equal size, the item goes to the fragment with the fewest items.
+    The function places the items from the largest to the smallest. Each item goes to the smallest fragment so far.
 
     Source: Graham, "Bounds on multiprocessing timing anomalies", 1969 (longest processing time first). The largest fragment is
     at most 4/3 of the largest fragment of the best division.
@@ -24,7 +23,7 @@ def balanced_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
         The indices of each fragment's items, in ascending order. No fragment is empty.
 
     Raises:
-        InvalidArgumentError: there are fewer items than fragments.
+        InvalidArgumentError: there are fewer items than fragments, or `count` is below 1.
     """
     if not 1 <= count <= len(sizes):
         raise InvalidArgumentError(f"expected 1 to {len(sizes)} fragments, one parameter in each at least, found {count}")
@@ -40,8 +39,7 @@ def balanced_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
 def starts_at(step: int, fragment: int, fragments: int, sync_every: int) -> bool:
     """Whether the average of fragment number `fragment` (counted from 0) starts after step `step` (counted from 1).
 
-    The average of each fragment starts once every `sync_every` steps. The starts of the fragments are spread evenly over these
-    steps. If there is only one fragment, its average starts after steps `sync_every`, 2 `sync_every`, ...
+    The average of each fragment starts once every `sync_every` steps. The starts of all fragments are spread evenly.
     """
     turn = sync_every * (fragment + 1) // fragments
     return step % sync_every == turn % sync_every

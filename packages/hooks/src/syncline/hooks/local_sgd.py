@@ -23,11 +23,10 @@ class PostLocalSGDState:
     Args:
         process_group: the group that averages gradients in the first `start_localSGD_iter` steps. None means the group of the
             DDP that runs the hook.
-        subgroup: the group that averages gradients in all later steps, for example the ranks of a node. The subgroup is a group
-            of Syncline or of torch. It is required, unless `post_local_gradient_allreduce` is False. (torch's class makes a
-            subgroup for each node if the argument is None.)
-        start_localSGD_iter: the number of steps at the start of the training in which gradients are averaged over all ranks, 0
-            or above.
+        subgroup: the group that averages gradients in all later steps, for example the ranks of a node. A group of Syncline or
+            of torch. Required, unless `post_local_gradient_allreduce` is False. (torch's class makes a subgroup for each node
+            if the argument is None.)
+        start_localSGD_iter: the number of first steps in which gradients are averaged over all ranks, 0 or above.
         post_local_gradient_allreduce: False: gradients are not averaged after the first `start_localSGD_iter` steps.
 
     Raises:
@@ -60,11 +59,11 @@ class PostLocalSGDState:
             self.iter += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps so far. The groups are not saved, so a job with any number of ranks can load the state."""
+        """Return the number of steps so far. A job with any number of ranks can load this state."""
         return {"kind": _KIND, "format": FORMAT, "iter": self.iter}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise the error that `load_state_dict` would raise for this state. This method changes nothing."""
+        """Raise the error that `load_state_dict` would raise for this state. Change nothing."""
         check_kind(state, _KIND)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -81,8 +80,7 @@ class PostLocalSGDState:
 def post_localSGD_hook(state: PostLocalSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
     """Average the bucket over all ranks in the first steps, and over a subgroup (or not at all) in later steps.
 
-    After the first `start_localSGD_iter` steps, the replicas become different. Use `PostLocalSGDOptimizer`, which makes the
-    replicas equal again.
+    After the first `start_localSGD_iter` steps, the replicas become different. `PostLocalSGDOptimizer` makes them equal again.
 
     Source: Lin, Stich, Patel, Jaggi, "Don't use large mini-batches, use local SGD", 2020.
 

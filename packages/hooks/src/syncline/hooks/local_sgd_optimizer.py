@@ -18,10 +18,8 @@ class PostLocalSGDOptimizer(WrappingOptimizer):
     The averager's `warmup_steps` must be equal to `start_localSGD_iter` of the `PostLocalSGDState`.
 
     Args:
-        optim: the local optimizer, which changes only this rank's replica. The `param_groups`, `state` and `defaults` of this
-            optimizer are those of the local optimizer.
-        averager: the averager, which is called after every step. The averager decides after which steps the replicas are
-            averaged.
+        optim: the local optimizer, which changes only this rank's replica.
+        averager: decides after which steps the replicas are averaged.
 
     Cost: the cost of `ModelAverager.average_parameters`.
     """

@@ -30,11 +30,10 @@ def plan_matrix(shape: Sequence[int], rank: int, min_compression_rate: float) ->
     """Decide in which form one gradient is sent, by the rule in torch's documentation.
 
     Args:
-        shape: the gradient's shape. The first dimension becomes the rows, and all other dimensions together become the columns.
+        shape: the gradient's shape. The first dimension becomes the rows, and all other dimensions together the columns.
         rank: the largest allowed number of columns of the factors.
         min_compression_rate: the gradient is compressed if `(rows + columns) * r * min_compression_rate < rows * columns`. Here
-            r is the smallest of `rank`, rows and columns. With a rate below 1, a gradient may be compressed even if its factors
-            have more elements than the gradient.
+            r is the smallest of `rank`, rows and columns.
     """
     rows = shape[0] if shape else 1
     columns = math.prod(shape[1:])
@@ -47,7 +46,7 @@ def compression_ratio(shapes: Sequence[Sequence[int]], rank: int, min_compressio
     """Return the number of elements in gradients of these shapes, divided by the number of elements that are sent.
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", 2019,
-    appendix F. The paper compresses every gradient that becomes smaller. A `min_compression_rate` of 1 has the same effect.
+    appendix F. Like the paper, a `min_compression_rate` of 1 compresses every gradient that becomes smaller.
     """
     plans = [plan_matrix(shape, rank, min_compression_rate) for shape in shapes]
     return sum(plan.rows * plan.columns for plan in plans) / sum(plan.numel_sent for plan in plans)

@@ -1,4 +1,4 @@
-"""Model averaging averages the parameters of all replicas, so that the replicas are equal again."""
+"""Model averaging: average the parameters of all replicas, so that the replicas are equal again."""
 
 from __future__ import annotations
 
@@ -63,8 +63,7 @@ class PeriodicModelAverager(ModelAverager):
     """Averages over the whole group every `period` steps. The first average is after the first step after the warm-up.
 
     Args:
-        period: the number of steps between two averages, 1 or above. (A period of 1 costs as much as averaging gradients in
-            each step.)
+        period: the number of steps between two averages, 1 or above. A period of 1 costs as much as averaging gradients.
         warmup_steps: the number of steps without averaging at the start of the training.
         process_group: a group of Syncline or of torch; None means torch's default group.
 
@@ -90,12 +89,12 @@ class HierarchicalModelAverager(ModelAverager):
     period. Steps are counted from 0. So without a warm-up, step 0 averages over the whole group.
 
     Args:
-        period_group_size_dict: for each period (a number of steps), the number of consecutive ranks that average together.
-            Periods are in ascending order, and no size is below the previous size. The last size is the size of the whole
-            group, and all other sizes are divisors of the last size.
+        period_group_size_dict: for each period (a number of steps), the number of consecutive ranks that average together. Both
+            periods and sizes are in ascending order. The last size is the size of the whole group, and each other size divides
+            it.
         warmup_steps: the number of steps without averaging at the start of the training.
-        process_group: a group of Syncline or of torch; None means torch's default group. The constructor splits the group, so
-            all ranks of the group must call the constructor.
+        process_group: a group of Syncline or of torch; None means torch's default group. All ranks of the group must call the
+            constructor, which splits the group.
 
     Source: torch's class of the same name.
 

@@ -13,14 +13,13 @@ _DEPENDENT = 32
 def orthogonalize(matrices: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
     """Make the columns of each matrix orthonormal.
 
-    For matrices with one or two columns, the function uses Gram-Schmidt, twice for each column ("twice is enough": Giraud,
-    Langou, Rozloznik, 2005). For other matrices, the function uses Householder QR. Every matrix of a batch is processed
-    separately. If a column is zero or depends linearly on earlier columns, an independent column replaces this column, so that
-    the result always has full rank. For a matrix with NaN or infinity, the result is NaN.
+    Matrices with one or two columns use Gram-Schmidt, twice for each column ("twice is enough": Giraud, Langou, Rozloznik,
+    2005). Other matrices use Householder QR. The result always has full rank: a column that is zero or depends linearly on
+    earlier columns is replaced. For a matrix with NaN or infinity, the result is NaN.
 
     Args:
-        matrices: [batch, rows, columns] with columns <= rows, of a floating-point dtype. The function does not change these
-            matrices. For 16-bit matrices, the function computes in float32.
+        matrices: [batch, rows, columns] with columns <= rows, of a floating-point dtype. Not changed. For 16-bit matrices, the
+            function computes in float32.
         epsilon: 0 or above. Gram-Schmidt divides each column by its length plus epsilon. QR ignores epsilon, as in torch.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Average some of the parameters over all replicas while training continues. The average is used some steps later."""
+"""Average parameters over all replicas while training continues. The average is used some steps later."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PendingAverage(ABC):
     def wait(self) -> list[torch.Tensor]:
         """Wait for the average, and return one tensor for each parameter. Every rank gets the same bits.
 
-        Each tensor has the shape of its parameter, and the dtype that `math_dtype` returns for the parameter's dtype.
+        Each tensor has the shape of its parameter, and the `math_dtype` of the parameter's dtype.
         """
         if self._averages is None:
             self._averages = self._receive()
@@ -52,10 +52,9 @@ class OuterExchange:
     The anchors are the parameters after the latest synchronisation.
 
     Args:
-        group: the group over which parameters are averaged. With sites (see `Sites`), the group contains only the first rank of
-            each site, and `group` is None on all other ranks.
-        inside: the group of all ranks of this rank's site. These ranks have the same parameters. The first rank of the site
-            broadcasts the average in this group. None if there are no sites.
+        group: the group over which parameters are averaged. With `Sites`, the group contains only the first rank of each site,
+            and `group` is None on all other ranks.
+        inside: the group of all ranks of this rank's site, in which the first rank broadcasts the average. None without sites.
         compressor: the compressor of the differences, which uses error feedback. None: whole parameters are averaged.
         seed: the compressor's seed, the same on every rank.
     """
@@ -83,9 +82,8 @@ class OuterExchange:
 
         Args:
             names: the parameters' names.
-            parameters: the parameters, of a floating-point dtype. The exchange does not change the parameters, and does not
-                read them after this call.
-            anchors: the parameters after the latest synchronisation, in `math_dtype`. The anchors are the same on every rank.
+            parameters: the parameters, of a floating-point dtype. They are not changed, and not read after this call.
+            anchors: the parameters after the latest synchronisation, in `math_dtype`, the same on every rank.
         """
         # Every rank draws a seed, even a rank that does not communicate: so saved states hold the same seeds on all ranks.
         seed = self.seeds.next()

@@ -21,8 +21,8 @@ class ParameterNames:
 
     1. `named_parameters`.
     2. The bucket. The buckets of Syncline's DDP have the model's own names.
-    3. A number. The buckets of torch's DDP have no names. So the parameters get numbers in the order in which they first appear
-       in buckets. See Note [Numbers and a resumed run].
+    3. A number, in the order in which parameters first appear in buckets. The buckets of torch's DDP have no names. See Note
+       [Numbers and a resumed run].
 
     Args:
         named_parameters: pairs of a name and a parameter, such as `model.named_parameters()`, or None.
@@ -90,7 +90,7 @@ class ParameterNames:
         return {"shapes": {name: list(shape) for name, shape in self.shapes.items()}, "numberings": self._numberings}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Check that a saved state fits the parameters that are known in this run so far. This method changes nothing.
+        """Check that a saved state fits the parameters that are known in this run so far. Change nothing.
 
         Raises:
             MisuseError: the numbers in the saved state may mean other parameters in this run, or a parameter has another shape.
@@ -113,7 +113,7 @@ class ParameterNames:
         """Store a loaded state. Without given names, later calls of `of` check that the buckets fit this state.
 
         Raises:
-            MisuseError: `check` raises this error for the state. In this case the state is not stored.
+            MisuseError: the state does not pass `check`. Then it is not stored.
         """
         self.check(state)
         if not self.are_given:

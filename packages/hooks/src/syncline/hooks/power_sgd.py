@@ -38,10 +38,9 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
     5. The gradient becomes P Q^T, with the same bits on all ranks. M - P Q^T is this rank's new error.
 
     The first `start_powerSGD_iter` steps average without compression. If a gradient contains NaN or infinity, it becomes NaN on
-    every rank. In this case the state drops the errors and factors of this gradient's bucket, so that NaN does not reach the
-    next step.
+    every rank, and the state drops the errors and factors of its bucket.
 
-    With `find_unused_parameters`, if no rank uses a parameter in a step, a part of this parameter's error is lost. See
+    With `find_unused_parameters`, a part of a parameter's error is lost if no rank uses the parameter in a step. See
     `compression_hook`.
 
     Args:
@@ -65,8 +64,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
 def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFuture:
     """Run `powerSGD_hook` or `batched_powerSGD_hook`. The first steps average without compression, and later steps compress.
 
-    `algorithm` is the part that differs between the two hooks: a generator function that compresses a bucket. See Note [Stages]
-    in `stages`.
+    `algorithm` is a generator function that compresses a bucket. See Note [Stages] in `stages`.
     """
     if not isinstance(state, PowerSGDState):
         raise MisuseError(f"expected a PowerSGDState as the hook's state, found {type(state).__name__}")
@@ -91,8 +89,8 @@ def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFut
 class _Batch:
     """Gradients of one matrix shape. Each gradient has its own factors, but one batched call multiplies all of them.
 
-    `matrices` has the shape [gradients, rows, columns]. With error feedback, `matrices` later becomes the next error, so
-    `matrices` does not share memory with the gradients.
+    `matrices` has the shape [gradients, rows, columns]. With error feedback, it becomes the next error, so it shares no memory
+    with the gradients.
     """
 
     def __init__(

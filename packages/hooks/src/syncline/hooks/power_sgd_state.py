@@ -33,35 +33,30 @@ _logger = logging.getLogger(__name__)
 
 
 class PowerSGDState:
-    """The settings of `powerSGD_hook` and `batched_powerSGD_hook`, and the values that the hooks keep between steps.
+    """The settings of the PowerSGD hooks, and the errors and factors that the hooks keep between steps.
 
-    The kept values are the errors of error feedback (the parts of gradients that were not sent), and the factors.
-
-    The arguments are the arguments of torch's class, and additionally `named_parameters`.
-
-    Every rank passes the same arguments. All ranks must train the same model. Use one state for each model.
+    The arguments are those of torch's class, and additionally `named_parameters`. Every rank passes the same arguments. Use one
+    state for each model.
 
     Args:
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
         matrix_approximation_rank: the number of columns of the two factors (narrow matrices) whose product approximates a
-            gradient, 1 or above, usually 1 to 4. More columns cost more bytes and time, but approximate the gradient better.
+            gradient, 1 or above, usually 1 to 4. More columns approximate the gradient better, but cost more bytes and time.
         start_powerSGD_iter: the number of steps at the start of the training that average without compression. With error
             feedback or warm start, this number must be at least 2.
-        min_compression_rate: compress a gradient only if compression makes it smaller by more than this factor. With a factor
-            below 1, a gradient may be compressed even if compression makes it larger.
-        use_error_feedback: keep the part of a gradient that was not sent, and add this part to the next step's gradient. The
-            kept parts need as much memory as the compressed gradients before compression.
+        min_compression_rate: compress a gradient only if compression makes it smaller by more than this factor.
+        use_error_feedback: keep the part of a gradient that was not sent (the error), and add it to the next step's gradient.
+            The errors need as much memory as the compressed gradients before compression.
         warm_start: begin each step with the factors of the previous step instead of random factors.
-        orthogonalization_epsilon: each column of a factor is divided by its length plus this epsilon. The epsilon has no effect
-            on factors of more than two columns. You need not set the epsilon, because `orthogonalize` replaces columns of
-            zeros.
+        orthogonalization_epsilon: each column of a factor is divided by its length plus this epsilon. No effect on factors of
+            more than two columns. You need not set the epsilon: `orthogonalize` replaces columns of zeros.
         random_seed: the seed of the random factors, 0 to 2**32 - 1.
         compression_stats_logging_frequency: the number of steps between two log lines with `compression_stats()`.
         batch_tensors_with_same_shape: multiply all gradients of the same shape in one batched call, which needs a copy of these
             gradients. Each gradient still has its own factors.
         named_parameters: pairs of a name and a parameter, such as `model.named_parameters()`. `state_dict` saves errors and
-            factors under these names. Without this argument, the names come from Syncline's DDP. torch's DDP provides no names,
-            so the state then uses numbers in place of names.
+            factors under these names. Syncline's DDP provides names without this argument. torch's DDP does not, and the state
+            then uses numbers as names.
 
     Raises:
         InvalidArgumentError: an argument is out of its range, or `start_powerSGD_iter` is below 2 with error feedback or warm
@@ -166,10 +161,9 @@ class PowerSGDState:
     # ---- saving ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, which `torch.load(..., weights_only=True)` can load.
+        """Return this rank's state, without the group. `torch.load(..., weights_only=True)` can load it.
 
-        The state differs between ranks. To continue with another number of ranks, see the module `saved_state`. The state
-        contains no group.
+        The state differs between ranks. To continue with another number of ranks, see `merge_states`.
         """
         return {
             "kind": _KIND,
@@ -186,7 +180,7 @@ class PowerSGDState:
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise the error that `load_state_dict` would raise for this state. This method changes nothing."""
+        """Raise the error that `load_state_dict` would raise for this state. Change nothing."""
         check_kind(state, _KIND)
         for name in _SHAPING:
             if state["settings"][name] != getattr(self, name):
@@ -204,8 +198,8 @@ class PowerSGDState:
 
         Raises:
             MisuseError: the state belongs to another kind of hook or another model, or differs in `matrix_approximation_rank`,
-                `use_error_feedback` or `warm_start`. Without `named_parameters`, the names are unknown until the first step.
-                So if the state belongs to another model, the hook raises this error in the first step.
+                `use_error_feedback` or `warm_start`. Without `named_parameters`, only the first step can find that the model is
+                another one. Then the hook raises this error.
         """
         self.check_state_dict(state)
         self._take(state)
@@ -226,7 +220,7 @@ class PowerSGDState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickle. `process_group` becomes None: the DDP's group. To use another group, set `process_group`.
 
-        In the first step, the hook raises a MisuseError if the buckets have other parameters than the pickled state.
+        If the buckets of the first step have other parameters than the pickled state, the hook raises a MisuseError.
         """
         self.process_group = None
         for name, value in state["settings"].items():

@@ -65,8 +65,8 @@ class Int8(_Symmetric):
     infinite, all numbers with the same scale become NaN or infinite. The error of a number is at most half of its scale.
 
     Args:
-        per_channel: use one scale for each channel, not for each tensor. This option is more accurate if magnitudes differ
-            between channels, but sends more scales.
+        per_channel: use one scale for each channel, not for each tensor. More accurate if magnitudes differ between channels,
+            but sends more scales.
 
     Bytes sent by each rank: 1 for each number, and 4 (8 for float64) for each scale. A rank receives the same number of bytes
     from every other rank.
@@ -110,11 +110,10 @@ def _quantized(rows: torch.Tensor, scale: torch.Tensor, largest: int) -> torch.T
 
 
 class OneBit(Compressor):
-    """Sends the sign of each number, and the mean magnitude of each tensor.
+    """Sends the sign of each number, and the mean magnitude of each tensor. This compressor needs error feedback.
 
     Source: Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
-    DNNs", 2014; the mean magnitude follows Karimireddy et al., "Error feedback fixes SignSGD", 2019. This compressor needs
-    error feedback.
+    DNNs", 2014; the mean magnitude follows Karimireddy et al., "Error feedback fixes SignSGD", 2019.
 
     Zero counts as positive. If a number is NaN or infinite, the whole tensor becomes NaN or infinite.
 

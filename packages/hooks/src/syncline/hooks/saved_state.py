@@ -1,10 +1,9 @@
 """Saved states are dictionaries of numbers, texts and tensors, which `torch.load(..., weights_only=True)` can load.
 
-The errors of error feedback (the parts of gradients that compression left out) differ between ranks. So a state contains the
-rank that saved the state, and the number of ranks. The other parts of a state are the same on all ranks. If a state has errors,
-only a job with the same number of ranks can use the state. For a job with another number of ranks, `merge_states` makes one
-state that fits all ranks. The merged state has the mean of all ranks' errors. The mean is enough, because training depends only
-on the mean of the errors.
+Only the errors of error feedback (the parts of gradients that compression left out) differ between ranks. So a state contains
+the rank that saved it, and the number of ranks. A state with errors fits only a job with the same number of ranks. For another
+number of ranks, `merge_states` makes one state that has the mean of all ranks' errors. The mean is enough, because training
+depends only on the mean of the errors.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     state has the mean of the ranks' errors.
 
     Args:
-        states: results of `state_dict()`, one for each rank. If there is only one state, the merged state has the errors of
-            this state. With `Sites`, the mean leaves out ranks that do not communicate with other sites.
+        states: results of `state_dict()`, one for each rank. With `Sites`, ranks that do not communicate with other sites have
+            no errors, and the mean leaves them out.
 
     Returns:
-        The first rank's state with the mean of the errors (in float32 for 16-bit gradients). In the returned state, "rank" and
-        "world_size" are None, because this state belongs to all ranks.
+        The first rank's state with the mean of the errors (in float32 for 16-bit gradients). Its "rank" and "world_size" are
+        None.
 
     Raises:
         InvalidArgumentError: there is no state. Or a state does not belong to a hook of this package. Or the states are not
@@ -145,9 +144,8 @@ class Origin:
     def settle(self, rank: int, world_size: int, errors: ErrorFeedback) -> None:
         """Store this process's rank in the group, and the group's size. A hook calls `settle` each time it uses the state.
 
-        If another rank saved the errors, the first call drops the errors and warns. For example, if all ranks load the state
-        that rank 0 saved (as torch's documentation shows), rank 0 keeps its errors, and the other ranks begin their error
-        feedback at zero. Later calls do not drop errors, even if the group changes because a rank was lost or has joined.
+        If another rank saved the errors, the first call drops the errors and warns. (This happens if all ranks load the state
+        that rank 0 saved.) Later calls drop nothing, even if the group changes.
 
         Raises:
             MisuseError: the loaded errors belong to another number of ranks.

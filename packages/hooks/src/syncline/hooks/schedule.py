@@ -32,11 +32,11 @@ class Phase:
 
 
 class ScheduleState:
-    """The phases of a training run, and the present step. The phases and the step are the same on every rank.
+    """The phases of a training run, and the present step, the same on every rank.
 
     This example averages without compression for 1,000 steps, then in bf16, then with PowerSGD: `ScheduleState([Phase(0,
     allreduce_hook), Phase(1000, bf16_compress_hook), Phase(5000, powerSGD_hook, PowerSGDState(...))])`. The state of a phase
-    counts only the steps of this phase. So in this example, PowerSGD begins to compress in step 5,000 + `start_powerSGD_iter`.
+    counts only the steps of this phase. So here, PowerSGD begins to compress in step 5,000 + `start_powerSGD_iter`.
 
     Args:
         phases: the phases. The first phase has `first_step` 0, and each later phase has a larger `first_step`.
@@ -62,7 +62,7 @@ class ScheduleState:
 
     @property
     def current(self) -> Phase:
-        """The phase of the present step. Between two steps, this is the phase of the next step."""
+        """The phase of the present step. Between two steps, the phase of the next step."""
         return [phase for phase in self.phases if phase.first_step <= self.iter][-1]
 
     def enter(self, bucket: Bucket) -> Phase:
@@ -86,15 +86,15 @@ class ScheduleState:
         return phase
 
     def abandon_step(self) -> None:
-        """End the present step before its last bucket. `schedule_hook` calls `abandon_step` if the phase's hook raises."""
+        """End the present step before its last bucket, because the phase's hook has raised an error."""
         self._is_between_steps = True
 
     def switch(self, hook: Callable[[Any, Any], TensorFuture], state: Any = None) -> None:
         """From the next step on, use another hook. Drop all later phases.
 
-        Every rank must call `switch` between the same two steps. A step that fails before its last bucket does not count as a
-        step. If a backward fails outside of a hook, the schedule does not notice the end of the step. In this case, call
-        `load_state_dict(state_dict())` before `switch`.
+        Every rank must call `switch` between the same two steps. A step that fails before its last bucket does not count. If a
+        backward fails outside of a hook, call `load_state_dict(state_dict())` before `switch`, because the schedule has not
+        noticed the failure.
 
         Raises:
             MisuseError: a step has begun and has not ended.
@@ -114,10 +114,10 @@ class ScheduleState:
         return {"kind": _KIND, "format": FORMAT, "iter": self.iter, "first_steps": self._first_steps(), "states": saved}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise the error that `load_state_dict` would raise for this state. This method changes nothing.
+        """Raise the error that `load_state_dict` would raise for this state. Change nothing.
 
         For each phase, this method calls `phase.state.check_state_dict`, if this method exists. All states of this package that
-        can be saved have this method.
+        can be saved have it.
         """
         check_kind(state, _KIND)
         if state["first_steps"] != self._first_steps():
@@ -135,9 +135,8 @@ class ScheduleState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. If the saved state does not fit, raise an error and change nothing.
 
-        If you write a class for the state of a phase, give the class a method `check_state_dict`, which refuses a wrong state
-        before any state is loaded. Without this method, a wrong state causes an error only after the states of earlier phases
-        are loaded.
+        Your own class for the state of a phase needs a method `check_state_dict`, which refuses a wrong state. Without it, a
+        wrong state may raise its error after the states of earlier phases are loaded.
 
         Raises:
             MisuseError: the saved phases have other first steps, or the state of a phase does not accept its saved state.
@@ -156,14 +155,7 @@ class ScheduleState:
 
 @communication_hook
 def schedule_hook(state: ScheduleState, bucket: Bucket) -> TensorFuture:
-    """Call the hook of the present phase.
-
-    Args:
-        state: the phases.
-        bucket: the bucket for the phase's hook.
-
-    Returns:
-        The future of the phase's hook.
+    """Call the hook of the present phase, with the phase's state and the bucket. Return the future of the phase's hook.
 
     Cost: the cost of the phase's hook.
 

@@ -1,4 +1,4 @@
-"""Draw seeds that are the same on all ranks. The seeds are equal to the numbers of numpy's RandomState, but need no numpy."""
+"""Draw seeds that are the same on all ranks. They are the numbers of numpy's RandomState, but need no numpy."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def check_seed(name: str, seed: int) -> None:
 class SharedSeeds:
     """Draws the numbers of `numpy.random.RandomState(seed).randint(1_000_000_000)`, which torch's PowerSGD uses as seeds.
 
-    Python and numpy use the same generator, the Mersenne Twister (Matsumoto and Nishimura, 1998), but compute its first state
-    from the seed in different ways. So this class computes the first state itself, as numpy does.
+    Python and numpy use the same generator, the Mersenne Twister (Matsumoto and Nishimura, 1998), but seed it in different
+    ways. So this class computes the first state as numpy does.
 
     Args:
         seed: the first seed, 0 to 2**32 - 1, the same on every rank.

@@ -16,7 +16,7 @@ class Sites:
 
     Attributes:
         inside: the group of all ranks of this rank's site, in the order of `group`.
-        between: the group of the first ranks of all sites. None on all ranks that are not the first rank of their site.
+        between: the group of the first ranks of all sites. None on all other ranks.
         number: the number of sites.
         ranks: the number of ranks of all sites together.
 

@@ -14,17 +14,19 @@ from .compressor import Compressor, LinearCompressor, Unpacker, in_math_dtype, p
 
 
 class TopK(Compressor):
-    """Sends the numbers of largest magnitude in each tensor, together with their indices.
+    """Sends the numbers of largest magnitude in each tensor, with their indices. This compressor needs error feedback.
 
     Source: Aji and Heafield, "Sparse communication for distributed gradient descent", 2017; Stich et al., "Sparsified SGD with
-    memory", 2018. This compressor needs error feedback. A NaN counts as the largest number, so it is sent.
+    memory", 2018.
+
+    A NaN counts as the largest number, so it is sent.
 
     Args:
         fraction: the fraction of each tensor's numbers that is sent, above 0 and at most 1. At least one number of each tensor
             is sent.
 
-    Bytes sent by each rank for each chosen number: 4 for the index (8 in a tensor of more than 2^31 numbers), and the size
-    of the number's dtype. A rank receives as many bytes from every other rank.
+    Bytes sent by each rank for each chosen number: 4 for the index (8 in a tensor of more than 2^31 numbers), and the size of
+    the number's dtype. A rank receives as many bytes from every other rank.
     """
 
     def __init__(self, fraction: float) -> None:
@@ -57,9 +59,11 @@ class TopK(Compressor):
 
 
 class RandomK(LinearCompressor):
-    """Sends numbers at random positions of each tensor. All ranks choose the same positions, so no indices are sent.
+    """Sends numbers at random positions of each tensor. This compressor needs error feedback.
 
-    Source: Stich et al., "Sparsified SGD with memory", 2018. This compressor needs error feedback.
+    All ranks choose the same positions, so no indices are sent.
+
+    Source: Stich et al., "Sparsified SGD with memory", 2018.
 
     Args:
         fraction: the fraction of each tensor's numbers that is sent, above 0 and at most 1. At least one number of each tensor

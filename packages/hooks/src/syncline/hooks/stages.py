@@ -2,20 +2,20 @@
 
 Note [Stages]
 ~~~~~~~~~~~~~
-Some hooks need the result of one collective before they can issue the next collective. Such a hook is a generator, which yields
+Some hooks need the result of one collective before they can issue the next collective. Such a hook is a generator. It yields
 each `Work`, continues when this work has finished, and returns the reduced bucket at the end. A stage is a part of the
-generator that ends at the next `yield` or at the generator's end. Every rank must issue the same collectives in the same order,
-although several buckets may be in reduction at the same time, and threads are scheduled differently on each rank. There are two
-ways to resume a generator:
+generator that ends at the next `yield` or at the generator's end.
 
-1. Most groups of Syncline run all collectives in one order that is the same on every rank (`has_total_order`; see Note [One
-   total order] in `syncline.collectives.engine.queue`). This order includes collectives that callbacks issue. In these groups,
-   a callback of each work's future resumes the generator; see `_chained`.
-2. torch's groups order collectives by the time of the call, so a collective that a callback issues would race with the thread
-   of backward. A `RoundRobinGroup` refuses calls from callbacks. In these groups, only the thread of backward resumes
-   generators, at fixed points; see `Pipeline`. When a bucket starts, the generator of every earlier bucket runs one more stage.
-   When the last bucket of the backward starts, all generators run to their end. The first collective of a bucket still overlaps
-   with backward.
+Several buckets may be in reduction at the same time, but every rank must issue the same collectives in the same order. There
+are two ways to resume a generator:
+
+1. Most groups of Syncline run all collectives in one order that is the same on every rank, also collectives that callbacks
+   issue (`has_total_order`; see Note [One total order] in `syncline.collectives.engine.queue`). In these groups, a callback of
+   each work's future resumes the generator; see `_chained`.
+2. torch's groups order collectives by the time of the call, and a `RoundRobinGroup` refuses calls from callbacks. In these
+   groups, only the thread of backward resumes generators, at fixed points; see `Pipeline`. When a bucket starts, the generator
+   of every earlier bucket runs one more stage. When the last bucket of the backward starts, all generators run to their end.
+   The first collective of a bucket still overlaps with backward.
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ def finished(tensor: torch.Tensor) -> TensorFuture:
 
 
 class Pipeline:
-    """Runs a hook's generators, one for each bucket. Several generators may run at a time. See Note [Stages].
-
-    The hook's state holds the pipeline.
-    """
+    """Runs a hook's generators, one for each bucket. Several generators may run at a time. See Note [Stages]."""
 
     def __init__(self) -> None:
         self._pending: list[_Pending] = []

@@ -15,8 +15,7 @@ class HookStatistics:
     Attributes:
         bytes_before: the bytes of the gradients (in DiLoCo: of the parameters) before compression.
         bytes_sent: the bytes of the tensors that the hook passed to collectives.
-        seconds_by_stage: the seconds of computation in each stage of the hook, such as "compress". The time of waits does not
-            count.
+        seconds_by_stage: the seconds of computation in each stage of the hook, such as "compress", without waits.
     """
 
     bytes_before: int = 0

@@ -11,11 +11,11 @@ from syncline.collectives import MisuseError
 
 
 class WrappingOptimizer(torch.optim.Optimizer):
-    """An optimizer that wraps another optimizer. Its parameter groups, state and defaults are those of the other optimizer.
+    """An optimizer that wraps another optimizer, and shows the parameter groups, state and defaults of the other optimizer.
 
     Hooks of `register_step_pre_hook` and `register_step_post_hook` run before and after the whole step, including
-    communication. Hooks for `state_dict` and `load_state_dict` are registered with the other optimizer. So these hooks get the
-    other optimizer and its state.
+    communication. Hooks for `state_dict` and `load_state_dict` are registered with the other optimizer, and get the other
+    optimizer and its state.
 
     Args:
         optim: the other optimizer.
@@ -43,10 +43,10 @@ class WrappingOptimizer(torch.optim.Optimizer):
         return self.optim.defaults
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse `pickle` and `copy.deepcopy`.
+        """Refuse `pickle` and `copy.deepcopy`: the group and the parameters belong to this process.
 
         Raises:
-            MisuseError: always, because the group and the parameters belong to this process.
+            MisuseError: always.
         """
         raise MisuseError(
             f"a {type(self).__name__} cannot be copied or pickled: make one like this, and load its state_dict() into that"
