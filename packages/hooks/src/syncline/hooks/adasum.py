@@ -1,4 +1,4 @@
-"""Adasum adds up gradients with different directions, and averages gradients with the same direction."""
+"""A hook that combines gradients by Adasum."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def adasum_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
         bucket: the gradients, dense and of a floating-point dtype.
 
     Returns:
-        A future of the bucket's buffer. The future is complete when the hook returns, so communication does not overlap with
-        backward.
+        A future of the bucket's buffer, complete when the hook returns. So communication does not overlap with backward.
 
     Cost, for p ranks: log2(p) exchanges of the bucket between two ranks, and two more if p is not a power of two. Extra memory:
     two buckets, and three copies in float64 of one parameter's gradient.

@@ -1,4 +1,4 @@
-"""Batched PowerSGD compresses a whole bucket as one matrix. It is faster and less accurate than PowerSGD of each parameter."""
+"""PowerSGD that compresses a whole bucket as one matrix."""
 
 from __future__ import annotations
 
@@ -20,19 +20,16 @@ from .stages import Stages
 def batched_powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
     """Average the bucket approximately, as one square matrix that is padded with zeros.
 
-    This hook is less accurate than `powerSGD_hook`, because the rows of the matrix are not the rows of the parameters. Use it
-    only if `powerSGD_hook` takes too long. As in torch, `min_compression_rate` and `batch_tensors_with_same_shape` have no
-    effect.
-
-    If a bucket contains NaN or infinity, the whole bucket becomes NaN on every rank, and the state drops the bucket's errors
-    and factor.
+    This hook is less accurate than `powerSGD_hook`; use it only if `powerSGD_hook` takes too long. As in torch,
+    `min_compression_rate` and `batch_tensors_with_same_shape` have no effect. A bucket with NaN or infinity becomes NaN on
+    every rank, and the state drops its errors and factor.
 
     Source: see `powerSGD_hook`.
 
     Args:
         state: the settings, and the errors and factors of earlier steps. A factor belongs to a whole bucket, so a new bucket
             begins with a random factor.
-        bucket: the gradients, of a floating-point dtype. For 16-bit gradients the hook computes in float32, and sends 16 bits.
+        bucket: the gradients, of a floating-point dtype. 16-bit gradients are sent in 16 bits, and computed in float32.
 
     Returns:
         A future of the bucket's buffer.

@@ -15,8 +15,7 @@ def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
     """Average the bucket in its own dtype inside each site, and as bfloat16 between sites.
 
     A site is a set of ranks with fast links between them, such as a node: `Sites(group, str(placement_of(group).node))`. The
-    hook rounds to bfloat16 twice: first the sum of each site, divided by the number of all ranks, and then the sum over the
-    sites. In contrast, `bf16_compress_hook` rounds each rank's own gradients, and sends float32 sums between nodes.
+    hook rounds to bfloat16 twice: first the sum of each site, divided by the number of all ranks, then the sum over the sites.
 
     Args:
         sites: the group of all ranks that train together, divided into sites.
@@ -26,8 +25,7 @@ def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
         A future of the bucket's buffer, which has the same bits on all ranks.
 
     Cost, for n elements of float32 and S sites: an all-reduce and a broadcast of 4 n bytes inside a site. Each site sends 4 n
-    (S-1)/S bytes to other sites, which is half of the bytes without a cast. The first rank of a site needs 6 n bytes of extra
-    memory.
+    (S-1)/S bytes to other sites, half of the bytes without a cast. The first rank of a site needs 6 n bytes of extra memory.
     """
     buffer = floating_buffer(bucket, "to cast to torch.bfloat16")
 

@@ -16,9 +16,8 @@ from .contract import Bucket, TensorFuture, communication_hook, floating_buffer,
 def fp16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Cast the bucket to float16, average it over the ranks, and cast the result back.
 
-    Gradients are added up in float32, and the sum is divided by the number of ranks before it is rounded to float16. So only a
-    single gradient above float16's limit of 65,504 becomes infinite. (Over NCCL, each gradient is divided before the addition,
-    and the result of each addition is rounded.)
+    The sum is computed in float32, divided, and then rounded. So only a single gradient above float16's limit of 65,504 becomes
+    infinite. (Over NCCL, each gradient is divided first, and the result of each addition is rounded.)
 
     Args:
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
@@ -36,8 +35,7 @@ def fp16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
 def bf16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Cast the bucket to bfloat16, average it over the ranks, and cast the result back.
 
-    bfloat16 has the range of float32 and 8 bits of precision. So gradients do not become infinite, but rounding errors are
-    larger than in `fp16_compress_hook`. Sums are computed as in `fp16_compress_hook`.
+    bfloat16 has the range of float32, but only 8 bits of precision. Sums are computed as in `fp16_compress_hook`.
 
     Args:
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
@@ -59,8 +57,7 @@ bf16_compress_hook.__name__ = "bf16_average_hook"
 def fp16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[[Any, Any], TensorFuture]:
     """Wrap a hook. The wrapper casts the bucket to float16, calls the hook, and casts the hook's result back.
 
-    Args:
-        hook: any hook. It gets float16 tensors from the bucket's `buffer()` and `gradients()`. Its result may have any dtype.
+    `hook` gets float16 tensors from the bucket's `buffer()` and `gradients()`. Its result may have any dtype.
 
     Returns:
         A hook that takes the state of `hook`. Its result is the bucket's own buffer, in the bucket's own dtype.

@@ -33,9 +33,8 @@ class CompressionState:
         use_error_feedback: keep the part of a gradient that was not sent, and add it to the next step's gradient. The kept
             parts need as much memory as the gradients.
         random_seed: the seed for compressors that choose at random, such as `RandomK`, 0 to 2**32 - 1.
-        named_parameters: pairs of a name and a parameter, such as `model.named_parameters()`. `state_dict` saves the error
-            feedback under these names. Syncline's DDP provides names without this argument. torch's DDP does not, and the state
-            then uses numbers as names.
+        named_parameters: pairs of a name and a parameter. `state_dict` uses these names. Syncline's DDP provides names without
+            this argument. torch's DDP does not, and the state then uses numbers as names.
 
     Raises:
         InvalidArgumentError: `compressor` is not a compressor, or the seed is out of range.
@@ -91,7 +90,7 @@ class CompressionState:
 
         Raises:
             MisuseError: the state belongs to another kind of hook, another compressor or another model. Without
-                `named_parameters`, only the first step can find that the model is another one. Then the hook raises this error.
+                `named_parameters`, the hook may find another model only in the first step.
         """
         self.check_state_dict(state)
         self.names.expect(state["names"])
@@ -109,12 +108,11 @@ class CompressionState:
 def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     """Average compressed gradients over the ranks. Add the parts that compression left out to the next step's gradients.
 
-    All ranks get the same bits. The result for NaN and infinity depends on the compressor. The error feedback (the parts that
-    were left out) contains no NaN and no infinity.
+    All ranks get the same bits. The result for NaN and infinity depends on the compressor; the parts that were left out contain
+    neither.
 
-    With `find_unused_parameters`, DDP drops the result for a parameter that no rank used in this step. So the part of this
-    parameter's error feedback that the hook has sent is lost. In Syncline's DDP, `skip_all_reduce_unused_params=True` reduces
-    this loss.
+    With `find_unused_parameters`, DDP drops the result for a parameter that no rank used in this step, and a part of its error
+    feedback is lost. In Syncline's DDP, `skip_all_reduce_unused_params=True` reduces this loss.
 
     Args:
         state: the compressor, and the error feedback.

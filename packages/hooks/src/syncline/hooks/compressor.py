@@ -1,4 +1,4 @@
-"""A compressor makes a message from one rank's gradients, and computes the mean gradients from the messages of all ranks."""
+"""The interface of compressors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .low_precision import math_dtype
 
 
 class Compressor(ABC):
-    """Makes messages from gradients. A compressor has no state; the hook's state has the error feedback and the seeds.
+    """Makes messages from gradients, and mean gradients from the messages of all ranks. A compressor has no state.
 
     The length of a message depends only on the gradients' shapes and dtype. So one collective transfers all messages.
     """
@@ -21,7 +21,7 @@ class Compressor(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The compressor's name for saved states and errors. It contains all settings that affect the messages."""
+        """The name for saved states and errors, with all settings that affect the messages."""
 
     @abstractmethod
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ class Compressor(ABC):
 
         Args:
             message: a result of `compress` on any rank.
-            like: tensors with the shapes and dtype of the gradients. With a dtype of 16 bits, the results are float32.
+            like: tensors with the shapes and dtype of the gradients. For 16-bit dtypes, the results are float32.
             seed: the seed that `compress` got for this message.
         """
 
@@ -49,7 +49,7 @@ class Compressor(ABC):
         """Start the collective that transfers the messages of all ranks. By default every rank gets every message.
 
         Returns:
-            The work, and a tensor with one row for each message. The tensor is filled when the work has finished.
+            The work, and a tensor with one row for each message, which is filled when the work has finished.
         """
         messages = message.new_empty(group.size, message.numel())
         return group.all_gather_into_tensor(messages, message, async_op=True), messages
@@ -67,7 +67,7 @@ class LinearCompressor(Compressor):
     """A compressor whose messages can be averaged without decompression, by one all_reduce."""
 
     def exchange(self, group: ProcessGroup, message: torch.Tensor) -> tuple[Work, torch.Tensor]:
-        """Start an all_reduce that averages the messages of all ranks. The result is a single message."""
+        """Start an all_reduce that averages the messages of all ranks to a single message."""
         mean = message.clone()
         return group.all_reduce(mean, ReduceOp.AVG, async_op=True), mean.unsqueeze(0)
 
@@ -76,14 +76,14 @@ def check_compressor(compressor: object) -> None:
     """Check that the argument is a compressor.
 
     Raises:
-        InvalidArgumentError: the argument is not a compressor, but for example the class `Int8` instead of `Int8()`.
+        InvalidArgumentError: the argument is something else, for example the class `Int8` instead of `Int8()`.
     """
     if not isinstance(compressor, Compressor):
         raise InvalidArgumentError(f"expected a Compressor, such as Int8(), found {compressor!r}")
 
 
 def packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a flat tensor with the bytes of all these tensors, one tensor after the other."""
+    """Return a flat uint8 tensor with the bytes of all these tensors."""
     return torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in parts])
 
 

@@ -1,8 +1,8 @@
-"""The contract of a communication hook, for Syncline's DDP and for torch's DDP: the hook's arguments and result.
+"""The contract of a communication hook, for Syncline's DDP and for torch's DDP.
 
 A hook is a function `hook(state, bucket) -> torch.futures.Future[torch.Tensor]`. DDP calls the hook during backward, on every
-rank, for the same buckets in the same order. The bucket holds this rank's own gradients, not divided by the number of ranks. A
-hook that averages must divide. The future's value is the flat tensor of the reduced gradients.
+rank, for the same buckets in the same order. The bucket holds this rank's own gradients, so a hook that averages must divide by
+the number of ranks. The future's value is the flat tensor of the reduced gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Bucket(Protocol):
     """The methods that Syncline's GradBucket and torch's GradBucket have in common."""
 
     def index(self) -> int:
-        """The bucket's number, counted from 0 in the order in which the buckets of a backward are reduced."""
+        """The bucket's number, in the order in which the buckets of a backward are reduced."""
 
     def buffer(self) -> torch.Tensor:
         """All gradients of the bucket, in one flat tensor."""
@@ -51,10 +51,8 @@ class Bucket(Protocol):
 def communication_hook(hook: Hook) -> Hook:
     """A decorator that lets torch's `register_comm_hook` accept a hook with annotations.
 
-    torch accepts only its own types as annotations, so this decorator hides the annotations from `inspect.signature`.
-
-    torch's DDP waits in C++ for the hook's future. Under torch's DDP, an error of the decorated hook's future is also visible
-    in C++. See Note [Futures that fail] in `syncline.collectives.work`.
+    torch accepts only its own types as annotations, so this decorator hides the annotations. Under torch's DDP, it also makes
+    an error of the hook's future visible in C++; see Note [Futures that fail] in `syncline.collectives.work`.
     """
 
     @functools.wraps(hook)
@@ -71,12 +69,9 @@ def communication_hook(hook: Hook) -> Hook:
 
 
 def floating_buffer(bucket: Bucket, purpose: str, *, may_be_sparse: bool = False) -> torch.Tensor:
-    """Return the bucket's buffer. The buffer must be dense and have a floating-point dtype.
+    """Return the bucket's buffer. It must have a floating-point dtype, and be dense unless `may_be_sparse`.
 
-    Args:
-        bucket: the bucket.
-        purpose: the purpose of the buffer, such as "to compress". Used in the error's text.
-        may_be_sparse: whether to also accept the buffer of a sparse gradient, which is a sparse tensor.
+    `purpose`, such as "to compress", is a part of the error's text.
 
     Raises:
         MisuseError: the dtype is integer or complex, or the buffer is sparse and `may_be_sparse` is False.
@@ -93,7 +88,7 @@ def floating_buffer(bucket: Bucket, purpose: str, *, may_be_sparse: bool = False
 
 
 def names_in(bucket: Bucket) -> list[str] | None:
-    """Return the names of `bucket.parameters()` in the model. None under torch's DDP, whose buckets have no names."""
+    """Return the names of `bucket.parameters()` in the model. None under torch's DDP."""
     if isinstance(bucket, dist.GradBucket):
         return None
     names: list[str] | None = bucket.parameter_names()  # type: ignore[attr-defined]  # our GradBucket has it, torch's does not
@@ -104,8 +99,7 @@ def group_of(state: Any, bucket: Bucket) -> ProcessGroup:
     """Return the group over which a hook communicates.
 
     Args:
-        state: a group of Syncline, a group of torch.distributed, or None. None means the group of Syncline's reducer that runs
-            the hook, or torch's default group under torch's DDP.
+        state: a group of Syncline or of torch, or None: the group of Syncline's reducer, or torch's default group.
         bucket: the bucket that the hook got.
 
     Raises:

@@ -1,4 +1,4 @@
-"""DiLoCo: each replica takes many steps without communication. Then an outer step moves all replicas towards their average."""
+"""DiLoCo: replicas take many steps without communication between two averages."""
 
 from __future__ import annotations
 
@@ -33,44 +33,39 @@ class DiLoCoOptimizer(WrappingOptimizer):
     Do not wrap the model in DDP, unless you pass `sites`. Buffers, such as the statistics of batch normalisation, are not
     synchronised.
 
-    With `fragments` above 1, the algorithm is Streaming DiLoCo: the parameters are divided into fragments of about the same
-    number of bytes, which are synchronised in turn. With `overlap_steps`, a fragment is averaged in the background during this
-    number of inner steps.
+    With `fragments` above 1, parts of the parameters are synchronised in turn (Streaming DiLoCo).
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Douillard et al.,
     "Streaming DiLoCo with overlapping communication", 2025. The defaults are the values of the first paper.
 
     Args:
         optim: the inner optimizer, AdamW in the papers.
-        named_parameters: pairs of a name and a parameter to synchronise, such as `model.named_parameters()`. The parameters
-            have floating-point dtypes. Pass the same names on all ranks. The constructor is a collective that gives all ranks
-            the first rank's values.
-        process_group: a group of Syncline or of torch, with one rank of each replica; None means torch's default group. Do not
-            pass a group together with `sites`.
-        sites: the group of all ranks, divided into sites. Each site has one replica: wrap the model in DDP over `sites.inside`.
-            Only the first rank of each site communicates with other sites.
+        named_parameters: pairs of a name and a parameter of a floating-point dtype, with the same names on all ranks. The
+            constructor is a collective that gives all ranks the first rank's values.
+        process_group: a group of Syncline or of torch, with one rank of each replica; None means torch's default group.
+        sites: in place of `process_group`, all ranks, divided into sites. Each site has one replica: wrap the model in DDP over
+            `sites.inside`. Only the first rank of each site communicates with other sites.
         sync_every: H, the number of inner steps between two outer steps, the same on all ranks.
         outer_lr: the learning rate of the outer optimizer, above 0.
         outer_momentum: the momentum of the outer optimizer, at least 0 and below 1.
-        fragments: the number of fragments, or a list with one list of parameter names for each fragment. Every name is in
-            exactly one of these lists.
-        overlap_steps: the number of inner steps from the start of an average to its outer step, from 0 to `sync_every` - 1.
-        mixing: the weight of a parameter's present value, at least 0 and below 1. The outer step's result has the weight `1 -
-            mixing`. If `overlap_steps` is 0, `mixing` must be 0. The second paper recommends 0.5.
-        compressor: `Int8()`, `Int4()`, or another compressor. The ranks send only the changes since the latest synchronisation,
+        fragments: the number of fragments, or for each fragment a list of parameter names.
+        overlap_steps: for how many inner steps an average runs in the background, from 0 to `sync_every` - 1.
+        mixing: the weight of a parameter's present value in the outer step, at least 0 and below 1. It must be 0 if
+            `overlap_steps` is 0. The second paper recommends 0.5.
+        compressor: for example `Int8()` or `Int4()`. The ranks send only the changes since the latest synchronisation,
             compressed with error feedback. None: the ranks send whole parameters.
-        seed: the compressor's seed, 0 to 2**32 - 1. Without a compressor, the seed must be 0.
+        seed: the compressor's seed, 0 to 2**32 - 1; 0 without a compressor.
 
-    Bytes sent by each rank for each step, on average: the bytes of one all_reduce of all parameters, divided by H. float16 and
-    bfloat16 parameters are sent as float32. With a compressor: one all_gather of the compressor's message, divided by H.
+    Bytes sent by each rank for each step, on average: one all_reduce of all parameters, divided by H. float16 and bfloat16
+    parameters are sent as float32. With a compressor: one all_gather of the compressor's message, divided by H.
 
     Extra memory: two copies of the parameters in float32 or float64 (one copy without momentum), and a copy of each fragment
     whose average is in progress. With a compressor, one more copy of the parameters.
 
     Raises:
         InvalidArgumentError: a setting is out of its range, or a name is missing, unknown or given twice.
-        MisuseError: the dtype of a parameter is not a floating-point dtype, there is no parameter, or both `process_group` and
-            `sites` are given.
+        MisuseError: a dtype is not a floating-point dtype, there is no parameter, or both `process_group` and `sites` are
+            given.
     """
 
     # Note [Bitwise outer steps]
@@ -127,7 +122,7 @@ class DiLoCoOptimizer(WrappingOptimizer):
 
     @property
     def statistics(self) -> HookStatistics:
-        """The number of bytes that this rank has passed to collectives, and the bytes of the parameters before compression."""
+        """The bytes that this rank has passed to collectives, and the bytes of the parameters before compression."""
         return self._exchange.statistics
 
     def __repr__(self) -> str:
@@ -153,9 +148,8 @@ class DiLoCoOptimizer(WrappingOptimizer):
     def synchronize(self) -> None:
         """Finish all averages in progress. Then take one more outer step of every fragment, without mixing.
 
-        This is a collective. Call it at the end of training, to make the replicas equal. With one fragment and no overlap,
-        replicas are already equal after every outer step. Do not call `synchronize` directly after such an outer step: it would
-        only follow the momentum.
+        A collective. Call it at the end of training, to make the replicas equal. With one fragment and no overlap, replicas are
+        already equal after every outer step; do not call `synchronize` there.
         """
         for fragment in self._fragments:
             fragment.finish_if_due(None)
@@ -168,12 +162,9 @@ class DiLoCoOptimizer(WrappingOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state, with the outer optimizer's state under the additional key "outer".
 
-        The method waits for averages in progress. With sites, this wait is a collective of the site, so all ranks of the site
-        must call the method.
-
-        With a compressor, the error feedback differs between ranks, so save the state on every rank. To continue with another
-        number of ranks, merge the entries "outer" of all ranks with `merge_states`. Between outer steps, the parameters differ
-        between replicas, too.
+        The method waits for averages in progress. With sites, all ranks of a site must call it. With a compressor, save the
+        state on every rank. To continue with another number of ranks, merge the entries "outer" of all ranks with
+        `merge_states`.
         """
         exchange = self._exchange
         outer = {
@@ -224,7 +215,7 @@ class DiLoCoOptimizer(WrappingOptimizer):
 
 
 class _OuterSGD:
-    """SGD with Nesterov momentum, as in torch. The parameters' velocities are in the fragments (see `_Fragment`)."""
+    """SGD with Nesterov momentum, as in torch."""
 
     def __init__(self, lr: float, momentum: float, mixing: float) -> None:
         self.lr = lr
@@ -241,9 +232,10 @@ class _OuterSGD:
 
 
 class _Fragment:
-    """Parameters that are synchronised together, each with an anchor and a velocity.
+    """Parameters that are synchronised together.
 
-    The anchor is the parameter's value after the latest synchronisation. The velocity is the momentum of the outer optimizer.
+    The anchor of a parameter is its value after the latest synchronisation. The velocity is the momentum of the outer
+    optimizer.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], outer: _OuterSGD, exchange: OuterExchange) -> None:

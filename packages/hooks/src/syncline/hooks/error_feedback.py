@@ -1,4 +1,4 @@
-"""Error feedback: the part of a gradient that compression leaves out is added to the next step's gradient."""
+"""Error feedback: keep the part of a gradient that compression leaves out."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ class ErrorFeedback:
         return len(self._errors)
 
     def add_to(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Add the remembered errors to gradients, in place. A gradient without an error stays unchanged.
-
-        Args:
-            names: the parameters' names.
-            tensors: the parameters' gradients, in any shape.
+        """Add the remembered errors of these parameters to their gradients, in place. Tensors may have any shape.
 
         Raises:
             MisuseError: an error and its gradient differ in size, because the error was loaded from another model's state.
@@ -48,7 +44,7 @@ class ErrorFeedback:
             like: the parameter's gradient, in any shape.
 
         Returns:
-            The error in the shape of the gradient, on the gradient's device. None if no error is remembered.
+            The error in the shape and on the device of `like`. None if no error is remembered.
 
         Raises:
             MisuseError: the error and the gradient differ in size, because the error was loaded from another model's state.
@@ -65,7 +61,7 @@ class ErrorFeedback:
 
         Args:
             names: the parameters' names.
-            errors: for each parameter, the compressor's input minus the result of decompression. All numbers are finite.
+            errors: for each parameter, the part that was left out. All numbers are finite.
             shapes: the parameters' shapes. None: the errors already have these shapes.
         """
         for number, (name, error) in enumerate(zip(names, errors, strict=True)):

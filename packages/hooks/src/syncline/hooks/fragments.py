@@ -1,4 +1,4 @@
-"""Divide parameters into DiLoCo's fragments, and decide after which steps each fragment is synchronised."""
+"""Divide parameters into DiLoCo's fragments, and decide when each fragment is synchronised."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ from syncline.collectives import InvalidArgumentError
 def balanced_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Distribute items over `count` fragments of about the same size.
 
-    The function places the items from the largest to the smallest. Each item goes to the smallest fragment so far.
+    The items are placed from the largest to the smallest, each in the smallest fragment so far.
 
     Source: Graham, "Bounds on multiprocessing timing anomalies", 1969 (longest processing time first). The largest fragment is
     at most 4/3 of the largest fragment of the best division.
-
-    Args:
-        sizes: the sizes of the items, 0 or above.
-        count: the number of fragments, 1 or above.
 
     Returns:
         The indices of each fragment's items, in ascending order. No fragment is empty.
@@ -37,9 +33,9 @@ def balanced_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 def starts_at(step: int, fragment: int, fragments: int, sync_every: int) -> bool:
-    """Whether the average of fragment number `fragment` (counted from 0) starts after step `step` (counted from 1).
+    """Whether the average of fragment `fragment` (counted from 0) starts after step `step` (counted from 1).
 
-    The average of each fragment starts once every `sync_every` steps. The starts of all fragments are spread evenly.
+    Each fragment starts once every `sync_every` steps. The starts of all fragments are spread evenly.
     """
     turn = sync_every * (fragment + 1) // fragments
     return step % sync_every == turn % sync_every

@@ -21,11 +21,10 @@ class PostLocalSGDState:
     The arguments are those of torch's class. Every rank passes the same arguments, except for its own subgroup.
 
     Args:
-        process_group: the group that averages gradients in the first `start_localSGD_iter` steps. None means the group of the
-            DDP that runs the hook.
-        subgroup: the group that averages gradients in all later steps, for example the ranks of a node. A group of Syncline or
-            of torch. Required, unless `post_local_gradient_allreduce` is False. (torch's class makes a subgroup for each node
-            if the argument is None.)
+        process_group: averages gradients in the first `start_localSGD_iter` steps. None means the group of the DDP that runs
+            the hook.
+        subgroup: averages gradients in all later steps, for example the ranks of a node. A group of Syncline or of torch.
+            Required (unlike in torch), unless `post_local_gradient_allreduce` is False.
         start_localSGD_iter: the number of first steps in which gradients are averaged over all ranks, 0 or above.
         post_local_gradient_allreduce: False: gradients are not averaged after the first `start_localSGD_iter` steps.
 
@@ -59,7 +58,7 @@ class PostLocalSGDState:
             self.iter += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps so far. A job with any number of ranks can load this state."""
+        """Return the number of steps so far."""
         return {"kind": _KIND, "format": FORMAT, "iter": self.iter}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -91,8 +90,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: Bucket) -> TensorFuture
     Returns:
         A future of the bucket's buffer.
 
-    Cost: one all_reduce of the bucket's bytes, in the group or in the subgroup. If `post_local_gradient_allreduce` is False,
-    later steps cost nothing.
+    Cost: one all_reduce of the bucket's bytes, in the group or in the subgroup, or nothing.
 
     Raises:
         MisuseError: the state is not a PostLocalSGDState.

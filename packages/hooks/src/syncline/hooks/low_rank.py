@@ -22,18 +22,15 @@ class MatrixPlan:
 
     @property
     def numel_sent(self) -> int:
-        """The number of elements that are sent, either of the two factors together or of the whole gradient."""
+        """The number of elements that are sent."""
         return (self.rows + self.columns) * self.rank if self.is_compressed else self.rows * self.columns
 
 
 def plan_matrix(shape: Sequence[int], rank: int, min_compression_rate: float) -> MatrixPlan:
     """Decide in which form one gradient is sent, by the rule in torch's documentation.
 
-    Args:
-        shape: the gradient's shape. The first dimension becomes the rows, and all other dimensions together the columns.
-        rank: the largest allowed number of columns of the factors.
-        min_compression_rate: the gradient is compressed if `(rows + columns) * r * min_compression_rate < rows * columns`. Here
-            r is the smallest of `rank`, rows and columns.
+    The first dimension becomes the rows, and all other dimensions together the columns. The gradient is compressed if `(rows +
+    columns) * r * min_compression_rate < rows * columns`, where r is the smallest of `rank`, rows and columns.
     """
     rows = shape[0] if shape else 1
     columns = math.prod(shape[1:])

@@ -1,4 +1,4 @@
-"""Model averaging: average the parameters of all replicas, so that the replicas are equal again."""
+"""Average the parameters of all replicas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ModelAverager(ABC):
 
     Args:
         process_group: a group of Syncline or of torch; None means torch's default group.
-        warmup_steps: the number of steps without averaging at the start of the training, 0 or above.
+        warmup_steps: the number of steps without averaging at the start of the training.
 
     Attributes:
         step: the number of calls of `average_parameters` so far. To resume a training, set `step` to the saved number.
@@ -41,11 +41,8 @@ class ModelAverager(ABC):
     def average_parameters(self, params: Iterable[Any]) -> None:
         """Average the parameters if an average is due after this step. In any case, count the step.
 
-        Every rank must call this method after every step, with the same model.
-
-        Args:
-            params: parameters, or an optimizer's parameter groups. Parameters without a gradient stay unchanged, as in torch.
-                All ranks must have gradients for the same parameters.
+        Every rank must call this method after every step. `params` are parameters, or an optimizer's parameter groups. As in
+        torch, parameters without a gradient stay unchanged; they must be the same on all ranks.
 
         Cost of a step that averages: one all_reduce of the parameters for each dtype, and extra memory of the parameters' size.
         """
@@ -85,15 +82,14 @@ class PeriodicModelAverager(ModelAverager):
 class HierarchicalModelAverager(ModelAverager):
     """Averages often over small groups, less often over larger groups, and least often over the whole group.
 
-    After each step, the averager takes the largest period that divides the step's number, and averages over the groups of this
-    period. Steps are counted from 0. So without a warm-up, step 0 averages over the whole group.
+    After step i (counted from 0), the average is over the groups of the largest period that divides i. Step 0 averages over the
+    whole group, unless there is a warm-up.
 
     Args:
         period_group_size_dict: for each period (a number of steps), the number of consecutive ranks that average together. Both
-            periods and sizes are in ascending order. The last size is the size of the whole group, and each other size divides
-            it.
+            are in ascending order. The last size is the size of the whole group, and each other size divides it.
         warmup_steps: the number of steps without averaging at the start of the training.
-        process_group: a group of Syncline or of torch; None means torch's default group. All ranks of the group must call the
+        process_group: a group of Syncline or of torch; None means torch's default group. All its ranks must call the
             constructor, which splits the group.
 
     Source: torch's class of the same name.

@@ -1,4 +1,4 @@
-"""Average parameters over all replicas while training continues. The average is used some steps later."""
+"""Average parameters over all replicas while training continues."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class OuterExchange:
     The anchors are the parameters after the latest synchronisation.
 
     Args:
-        group: the group over which parameters are averaged. With `Sites`, the group contains only the first rank of each site,
-            and `group` is None on all other ranks.
+        group: the group over which parameters are averaged. With `Sites`, the first ranks of all sites; None on all other
+            ranks.
         inside: the group of all ranks of this rank's site, in which the first rank broadcasts the average. None without sites.
         compressor: the compressor of the differences, which uses error feedback. None: whole parameters are averaged.
         seed: the compressor's seed, the same on every rank.
@@ -72,7 +72,7 @@ class OuterExchange:
 
     @classmethod
     def between(cls, sites: Sites, compressor: Compressor | None, seed: int) -> OuterExchange:
-        """Make an exchange between sites. The ranks inside a site already have equal parameters."""
+        """Make an exchange between sites."""
         return cls(sites.between, sites.inside, compressor, seed)
 
     def start(
@@ -80,10 +80,8 @@ class OuterExchange:
     ) -> PendingAverage:
         """Start to average the present values of parameters. All ranks call `start` for the same parameters in the same order.
 
-        Args:
-            names: the parameters' names.
-            parameters: the parameters, of a floating-point dtype. They are not changed, and not read after this call.
-            anchors: the parameters after the latest synchronisation, in `math_dtype`, the same on every rank.
+        `parameters` have floating-point dtypes. They are not changed, and not read after this call. `anchors` are the
+        parameters after the latest synchronisation, in `math_dtype`, the same on every rank.
         """
         # Every rank draws a seed, even a rank that does not communicate: so saved states hold the same seeds on all ranks.
         seed = self.seeds.next()

@@ -1,4 +1,4 @@
-"""Find names for the parameters in buckets: given names, the model's own names, or numbers."""
+"""Names for the parameters in buckets."""
 
 from __future__ import annotations
 
@@ -58,12 +58,9 @@ class ParameterNames:
             self._note(name, parameter)
 
     def of(self, bucket: Bucket, numbers: ParameterNames | None = None) -> list[str]:
-        """Return the names of `bucket.parameters()`, in the order of the parameters.
+        """Return the names of `bucket.parameters()`, in their order. Call `of` with every bucket of a step.
 
-        Args:
-            bucket: a bucket. Call `of` with every bucket of a step.
-            numbers: another `ParameterNames` that has already numbered these parameters. If this object has no names yet, it
-                takes the numbers of the other object.
+        If this object has no names yet, it takes the numbers of `numbers`.
 
         Raises:
             MisuseError: the names that the constructor got lack a parameter. Or a parameter's shape has changed. Or the loaded
@@ -121,7 +118,7 @@ class ParameterNames:
             self._met = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle names and shapes, but no parameters. A copy compares the names and shapes with its first step's buckets."""
+        """Pickle names and shapes, but no parameters."""
         return _copy_that_expects, (self.state_dict(),)
 
     # ---- new parameters ----
@@ -146,7 +143,7 @@ class ParameterNames:
         return self._note(str(self._source._names[parameter]), parameter)
 
     def _note_models(self, name: str, parameter: torch.Tensor) -> None:
-        """Store the model's own name of a parameter that is new, or that replaces another parameter of the same name."""
+        """Store the model's own name of a parameter that is new, or that replaces another parameter of this name."""
         # This parameter had the name, then another parameter took the name, and now this parameter is back.
         if parameter in self._names and self._names[parameter] == name:
             raise MisuseError(

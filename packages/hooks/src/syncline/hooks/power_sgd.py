@@ -33,20 +33,17 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
     1. Each gradient is reshaped to a matrix M [first dimension, all other dimensions]. The error of the previous step (see 5)
        is added to M.
     2. P = M Q. Here Q is the previous step's Q or a random Q, with orthonormalised columns.
-    3. One all_reduce averages the matrices P of all gradients, together with the gradients that are not compressed.
-    4. The columns of P are made orthonormal. Then Q = M^T P, and a second all_reduce averages the matrices Q of all gradients.
+    3. One all_reduce averages all P, together with the gradients that are not compressed.
+    4. The columns of P are made orthonormal. Then Q = M^T P, and a second all_reduce averages all Q.
     5. The gradient becomes P Q^T, with the same bits on all ranks. M - P Q^T is this rank's new error.
 
-    The first `start_powerSGD_iter` steps average without compression. If a gradient contains NaN or infinity, it becomes NaN on
-    every rank, and the state drops the errors and factors of its bucket.
-
-    With `find_unused_parameters`, a part of a parameter's error is lost if no rank uses the parameter in a step. See
-    `compression_hook`.
+    The first `start_powerSGD_iter` steps do not compress. A gradient with NaN or infinity becomes NaN on every rank, and the
+    state drops the errors and factors of its bucket. With `find_unused_parameters`, a part of the error is lost for a parameter
+    that no rank uses in a step.
 
     Args:
         state: the settings, and the errors and factors of earlier steps.
-        bucket: the gradients, of a floating-point dtype. For 16-bit gradients, the hook computes in float32, and sends 16-bit
-            numbers.
+        bucket: the gradients, of a floating-point dtype. 16-bit gradients are sent in 16 bits, and computed in float32.
 
     Returns:
         A future of the bucket's buffer.
@@ -62,7 +59,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
 
 
 def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFuture:
-    """Run `powerSGD_hook` or `batched_powerSGD_hook`. The first steps average without compression, and later steps compress.
+    """Run a PowerSGD hook: the first steps average without compression, and later steps compress.
 
     `algorithm` is a generator function that compresses a bucket. See Note [Stages] in `stages`.
     """
@@ -87,10 +84,9 @@ def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFut
 
 
 class _Batch:
-    """Gradients of one matrix shape. Each gradient has its own factors, but one batched call multiplies all of them.
+    """Gradients of one matrix shape, which one batched call multiplies. Each gradient has its own factors.
 
-    `matrices` has the shape [gradients, rows, columns]. With error feedback, it becomes the next error, so it shares no memory
-    with the gradients.
+    `matrices` has the shape [gradients, rows, columns]. With error feedback, it becomes the next error.
     """
 
     def __init__(

@@ -41,22 +41,19 @@ class PowerSGDState:
     Args:
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
         matrix_approximation_rank: the number of columns of the two factors (narrow matrices) whose product approximates a
-            gradient, 1 or above, usually 1 to 4. More columns approximate the gradient better, but cost more bytes and time.
-        start_powerSGD_iter: the number of steps at the start of the training that average without compression. With error
-            feedback or warm start, this number must be at least 2.
+            gradient, 1 or above, usually 1 to 4. More columns are more accurate, but cost more bytes and time.
+        start_powerSGD_iter: the number of first steps without compression. At least 2 with error feedback or warm start.
         min_compression_rate: compress a gradient only if compression makes it smaller by more than this factor.
         use_error_feedback: keep the part of a gradient that was not sent (the error), and add it to the next step's gradient.
-            The errors need as much memory as the compressed gradients before compression.
+            The errors need as much memory as the compressed gradients.
         warm_start: begin each step with the factors of the previous step instead of random factors.
-        orthogonalization_epsilon: each column of a factor is divided by its length plus this epsilon. No effect on factors of
-            more than two columns. You need not set the epsilon: `orthogonalize` replaces columns of zeros.
+        orthogonalization_epsilon: added to the length by which a column of a factor is divided. No effect on factors of more
+            than two columns. Not needed here, because `orthogonalize` replaces columns of zeros.
         random_seed: the seed of the random factors, 0 to 2**32 - 1.
         compression_stats_logging_frequency: the number of steps between two log lines with `compression_stats()`.
-        batch_tensors_with_same_shape: multiply all gradients of the same shape in one batched call, which needs a copy of these
-            gradients. Each gradient still has its own factors.
-        named_parameters: pairs of a name and a parameter, such as `model.named_parameters()`. `state_dict` saves errors and
-            factors under these names. Syncline's DDP provides names without this argument. torch's DDP does not, and the state
-            then uses numbers as names.
+        batch_tensors_with_same_shape: multiply all gradients of the same shape in one batched call, which needs a copy of them.
+        named_parameters: pairs of a name and a parameter. `state_dict` uses these names. Syncline's DDP provides names without
+            this argument. torch's DDP does not, and the state then uses numbers as names.
 
     Raises:
         InvalidArgumentError: an argument is out of its range, or `start_powerSGD_iter` is below 2 with error feedback or warm
@@ -148,12 +145,9 @@ class PowerSGDState:
         return (before / after if after else 0, before, after)
 
     def random_factors(self, shapes: Sequence[Sequence[int]], like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return factors of standard normal numbers, which are the same on every rank and different in every call.
+        """Return factors of standard normal numbers, the same on every rank and different in every call.
 
-        Args:
-            shapes: the factors' shapes.
-            like: a tensor on the device of the factors.
-            dtype: the dtype in which the numbers are drawn.
+        The numbers are drawn in `dtype`. The factors are on the device of `like`.
         """
         generator = torch.Generator().manual_seed(self.seeds.next())
         return [torch.randn(*shape, generator=generator, dtype=dtype).to(like.device) for shape in shapes]
@@ -161,7 +155,7 @@ class PowerSGDState:
     # ---- saving ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, without the group. `torch.load(..., weights_only=True)` can load it.
+        """Return this rank's state, without the group, for `torch.load(..., weights_only=True)`.
 
         The state differs between ranks. To continue with another number of ranks, see `merge_states`.
         """
@@ -198,8 +192,8 @@ class PowerSGDState:
 
         Raises:
             MisuseError: the state belongs to another kind of hook or another model, or differs in `matrix_approximation_rank`,
-                `use_error_feedback` or `warm_start`. Without `named_parameters`, only the first step can find that the model is
-                another one. Then the hook raises this error.
+                `use_error_feedback` or `warm_start`. Without `named_parameters`, the hook may find another model only in the
+                first step.
         """
         self.check_state_dict(state)
         self._take(state)
@@ -218,10 +212,7 @@ class PowerSGDState:
         return self.state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickle. `process_group` becomes None: the DDP's group. To use another group, set `process_group`.
-
-        If the buckets of the first step have other parameters than the pickled state, the hook raises a MisuseError.
-        """
+        """Restore a pickle. `process_group` becomes None: the DDP's group. To use another group, set `process_group`."""
         self.process_group = None
         for name, value in state["settings"].items():
             setattr(self, name, value)
@@ -231,7 +222,7 @@ class PowerSGDState:
 
 
 def padding_of(names: Sequence[str]) -> str:
-    """Return the key for a bucket's factor and for the error of the bucket's padding, in `batched_powerSGD_hook`."""
+    """Return the key for a bucket's factor, and for the error of its padding, in `batched_powerSGD_hook`."""
     return f"[{', '.join(names)}]"
 
 

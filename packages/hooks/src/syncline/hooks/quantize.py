@@ -1,5 +1,5 @@
 # ruff: noqa: ARG002 - every compressor gets a seed, even if it does not use one
-"""Quantization: compressors that send 8 bits, 4 bits or 1 bit for each number."""
+"""Compressors that send 8 bits, 4 bits or 1 bit for each number."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from .low_precision import math_dtype
 
 
 class _Symmetric(Compressor):
-    """Symmetric quantization: `round(x / scale)`. The scale is chosen so that the largest magnitude becomes `_largest`.
-
-    Source: Dettmers, "8-bit approximations for parallelism in deep learning", 2015 (linear variant).
-    """
+    """Symmetric quantization: `round(x / scale)`, with a scale for which the largest magnitude becomes `_largest`."""
 
     _bits: int
     _largest: int
@@ -61,12 +58,11 @@ class Int8(_Symmetric):
 
     Source: Dettmers, "8-bit approximations for parallelism in deep learning", 2015 (linear variant).
 
-    Each tensor, or each channel (each index of the first dimension), has one scale, which is also sent. If a number is NaN or
-    infinite, all numbers with the same scale become NaN or infinite. The error of a number is at most half of its scale.
+    Each tensor has one scale, which is also sent. The error of a number is at most half of its scale. If a number is NaN or
+    infinite, all numbers with the same scale become NaN or infinite.
 
     Args:
-        per_channel: use one scale for each channel, not for each tensor. More accurate if magnitudes differ between channels,
-            but sends more scales.
+        per_channel: use one scale for each index of the first dimension. More accurate if magnitudes differ between channels.
 
     Bytes sent by each rank: 1 for each number, and 4 (8 for float64) for each scale. A rank receives the same number of bytes
     from every other rank.

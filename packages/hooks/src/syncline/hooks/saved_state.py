@@ -1,9 +1,8 @@
 """Saved states are dictionaries of numbers, texts and tensors, which `torch.load(..., weights_only=True)` can load.
 
-Only the errors of error feedback (the parts of gradients that compression left out) differ between ranks. So a state contains
-the rank that saved it, and the number of ranks. A state with errors fits only a job with the same number of ranks. For another
-number of ranks, `merge_states` makes one state that has the mean of all ranks' errors. The mean is enough, because training
-depends only on the mean of the errors.
+Only the errors of error feedback (the parts of gradients that compression left out) differ between ranks. A state with errors
+fits only a job with the same number of ranks. For another number of ranks, `merge_states` makes one state that has the mean of
+all ranks' errors. The mean is enough, because training depends only on the mean.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ FORMAT = 2
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the saved states of all ranks into one state that every rank of a job of any size can load.
 
-    Only the errors of error feedback (the parts of gradients that compression left out) differ between the ranks. The merged
-    state has the mean of the ranks' errors.
+    The merged state has the mean of the errors of error feedback (the parts of gradients that compression left out).
 
     Args:
         states: results of `state_dict()`, one for each rank. With `Sites`, ranks that do not communicate with other sites have
@@ -36,8 +34,8 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         None.
 
     Raises:
-        InvalidArgumentError: there is no state. Or a state does not belong to a hook of this package. Or the states are not
-            from the same step of the same job.
+        InvalidArgumentError: there is no state, a state does not belong to a hook of this package, or the states are not from
+            the same step of the same job.
     """
     if not states:
         raise InvalidArgumentError("expected the saved state of at least one rank, found none")
@@ -102,11 +100,7 @@ def check_kind(state: Mapping[str, Any], kind: str) -> None:
 
 
 def check_parameters(saved: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """Check that the saved errors of error feedback fit the model's parameters.
-
-    Args:
-        saved: errors by parameter name.
-        shapes: the shapes of the model's parameters, by name.
+    """Check that the saved errors fit the shapes of the model's parameters, both by parameter name.
 
     Raises:
         MisuseError: a name is unknown, or a shape differs.
@@ -125,12 +119,7 @@ def check_parameters(saved: Mapping[str, torch.Tensor], shapes: Mapping[str, tor
 
 
 class Origin:
-    """The rank and the number of ranks to which a state belongs.
-
-    Args:
-        rank: the rank that saved the state. None for a new state, and for a merged state, which every rank can load.
-        world_size: the number of ranks when the state was saved; None for a new or merged state.
-    """
+    """The rank and the number of ranks to which a state belongs. Both are None for a new state and for a merged state."""
 
     def __init__(self, rank: int | None = None, world_size: int | None = None) -> None:
         self.rank = rank
@@ -142,10 +131,10 @@ class Origin:
         return Origin, (self.rank, self.world_size)
 
     def settle(self, rank: int, world_size: int, errors: ErrorFeedback) -> None:
-        """Store this process's rank in the group, and the group's size. A hook calls `settle` each time it uses the state.
+        """Store this rank's number and the group's size. A hook calls `settle` each time it uses the state.
 
-        If another rank saved the errors, the first call drops the errors and warns. (This happens if all ranks load the state
-        that rank 0 saved.) Later calls drop nothing, even if the group changes.
+        If another rank saved the errors (for example, if all ranks load the state of rank 0), the first call drops the errors
+        and warns.
 
         Raises:
             MisuseError: the loaded errors belong to another number of ranks.

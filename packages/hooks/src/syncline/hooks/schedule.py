@@ -34,16 +34,15 @@ class Phase:
 class ScheduleState:
     """The phases of a training run, and the present step, the same on every rank.
 
-    This example averages without compression for 1,000 steps, then in bf16, then with PowerSGD: `ScheduleState([Phase(0,
-    allreduce_hook), Phase(1000, bf16_compress_hook), Phase(5000, powerSGD_hook, PowerSGDState(...))])`. The state of a phase
-    counts only the steps of this phase. So here, PowerSGD begins to compress in step 5,000 + `start_powerSGD_iter`.
+    `ScheduleState([Phase(0, allreduce_hook), Phase(5000, powerSGD_hook, PowerSGDState(...))])` averages without compression for
+    5,000 steps, then with PowerSGD. The state of a phase counts only the steps of this phase. So here, PowerSGD begins to
+    compress in step 5,000 + `start_powerSGD_iter`.
 
     Args:
         phases: the phases. The first phase has `first_step` 0, and each later phase has a larger `first_step`.
 
     Raises:
-        InvalidArgumentError: there is no phase, the first phase does not begin at step 0, the phases are not in ascending order
-            of `first_step`, or a hook is not callable.
+        InvalidArgumentError: the first steps do not have this form, or a hook is not callable.
     """
 
     def __init__(self, phases: Sequence[Phase]) -> None:
@@ -92,9 +91,8 @@ class ScheduleState:
     def switch(self, hook: Callable[[Any, Any], TensorFuture], state: Any = None) -> None:
         """From the next step on, use another hook. Drop all later phases.
 
-        Every rank must call `switch` between the same two steps. A step that fails before its last bucket does not count. If a
-        backward fails outside of a hook, call `load_state_dict(state_dict())` before `switch`, because the schedule has not
-        noticed the failure.
+        Every rank must call `switch` between the same two steps. If a backward has failed outside of a hook, call
+        `load_state_dict(state_dict())` before `switch`.
 
         Raises:
             MisuseError: a step has begun and has not ended.
@@ -116,8 +114,7 @@ class ScheduleState:
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise the error that `load_state_dict` would raise for this state. Change nothing.
 
-        For each phase, this method calls `phase.state.check_state_dict`, if this method exists. All states of this package that
-        can be saved have it.
+        For each phase, this method calls `phase.state.check_state_dict`, if it exists.
         """
         check_kind(state, _KIND)
         if state["first_steps"] != self._first_steps():
@@ -135,8 +132,8 @@ class ScheduleState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. If the saved state does not fit, raise an error and change nothing.
 
-        Your own class for the state of a phase needs a method `check_state_dict`, which refuses a wrong state. Without it, a
-        wrong state may raise its error after the states of earlier phases are loaded.
+        Give your own class for the state of a phase a method `check_state_dict`, which refuses a wrong state before any phase
+        is loaded.
 
         Raises:
             MisuseError: the saved phases have other first steps, or the state of a phase does not accept its saved state.

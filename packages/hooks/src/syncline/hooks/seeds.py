@@ -1,4 +1,4 @@
-"""Draw seeds that are the same on all ranks. They are the numbers of numpy's RandomState, but need no numpy."""
+"""Seeds that are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LIMIT = 1_000_000_000
 
 
 def check_seed(name: str, seed: int) -> None:
-    """Check a seed. `name` is the name of the seed's argument, for the error's text.
+    """Check that a seed is in 0 to 2**32 - 1. Errors call the seed `name`.
 
     Raises:
         InvalidArgumentError: the seed is out of range.
@@ -25,14 +25,12 @@ def check_seed(name: str, seed: int) -> None:
 class SharedSeeds:
     """Draws the numbers of `numpy.random.RandomState(seed).randint(1_000_000_000)`, which torch's PowerSGD uses as seeds.
 
-    Python and numpy use the same generator, the Mersenne Twister (Matsumoto and Nishimura, 1998), but seed it in different
-    ways. So this class computes the first state as numpy does.
-
-    Args:
-        seed: the first seed, 0 to 2**32 - 1, the same on every rank.
+    Source of the generator: the Mersenne Twister (Matsumoto and Nishimura, 1998). The seed is 0 to 2**32 - 1, the same on every
+    rank.
     """
 
     def __init__(self, seed: int) -> None:
+        # Python and numpy use the same generator, but seed it in different ways. So compute the first state as numpy does.
         words = [seed]
         for number in range(1, _WORDS):
             words.append((1812433253 * (words[-1] ^ (words[-1] >> 30)) + number) & 0xFFFFFFFF)

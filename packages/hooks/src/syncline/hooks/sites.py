@@ -1,4 +1,4 @@
-"""Sites are sets of ranks, with fast links inside each set and slow links between the sets."""
+"""Sets of ranks with fast links inside, and slow links between the sets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Sites:
         ranks: the number of ranks of all sites together.
 
     Args:
-        group: the group to divide, which must be a group of Syncline. The constructor is a collective of the group.
+        group: the Syncline group to divide. The constructor is a collective of this group.
         site: the name of this rank's site.
 
     Raises:

@@ -2,20 +2,19 @@
 
 Note [Stages]
 ~~~~~~~~~~~~~
-Some hooks need the result of one collective before they can issue the next collective. Such a hook is a generator. It yields
-each `Work`, continues when this work has finished, and returns the reduced bucket at the end. A stage is a part of the
-generator that ends at the next `yield` or at the generator's end.
+A hook that needs the result of one collective for the next collective is a generator. It yields each `Work`, continues when
+this work has finished, and returns the reduced bucket at the end. A stage is a part of the generator that ends at the next
+`yield` or at the generator's end.
 
 Several buckets may be in reduction at the same time, but every rank must issue the same collectives in the same order. There
 are two ways to resume a generator:
 
-1. Most groups of Syncline run all collectives in one order that is the same on every rank, also collectives that callbacks
-   issue (`has_total_order`; see Note [One total order] in `syncline.collectives.engine.queue`). In these groups, a callback of
-   each work's future resumes the generator; see `_chained`.
-2. torch's groups order collectives by the time of the call, and a `RoundRobinGroup` refuses calls from callbacks. In these
-   groups, only the thread of backward resumes generators, at fixed points; see `Pipeline`. When a bucket starts, the generator
-   of every earlier bucket runs one more stage. When the last bucket of the backward starts, all generators run to their end.
-   The first collective of a bucket still overlaps with backward.
+1. Most groups of Syncline run all collectives in one order on every rank, also collectives that callbacks issue
+   (`has_total_order`; see Note [One total order] in `syncline.collectives.engine.queue`). There, a callback of each work's
+   future resumes the generator; see `_chained`.
+2. torch's groups order collectives by the time of the call. There, only the thread of backward resumes generators; see
+   `Pipeline`. When a bucket starts, the generator of every earlier bucket runs one more stage. When the last bucket of the
+   backward starts, all generators run to their end. The first collective of a bucket still overlaps with backward.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Count the bytes that a hook saves, and measure the time of its computation."""
+"""Count the bytes that a hook saves, and its seconds of computation."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ class FakeBucket:
     """A bucket for tests, with gradients that the test chooses. It has all methods of `contract.Bucket`.
 
     Args:
-        gradients: tensors of any shapes and one dtype. They are copied into a flat buffer, in this order.
+        gradients: tensors of any shapes and one dtype, which are copied into a flat buffer in this order.
         group: the result of `process_group()`.
         parameters: the result of `parameters()`. None: zeros with the gradients' shapes.
         names: the result of `parameter_names()`. None: the bucket has no names, like a bucket of torch.

@@ -1,4 +1,4 @@
-"""The base class of optimizers that step another optimizer, and communicate after some of these steps."""
+"""The base class of optimizers that step another optimizer, and communicate."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from syncline.collectives import MisuseError
 
 
 class WrappingOptimizer(torch.optim.Optimizer):
-    """An optimizer that wraps another optimizer, and shows the parameter groups, state and defaults of the other optimizer.
+    """An optimizer that wraps another optimizer, and shows its parameter groups, state and defaults.
 
-    Hooks of `register_step_pre_hook` and `register_step_post_hook` run before and after the whole step, including
-    communication. Hooks for `state_dict` and `load_state_dict` are registered with the other optimizer, and get the other
-    optimizer and its state.
+    Hooks of `register_step_pre_hook` and `register_step_post_hook` run around the whole step, including communication. Hooks
+    for `state_dict` and `load_state_dict` are hooks of the other optimizer.
 
     Args:
         optim: the other optimizer.
@@ -29,7 +28,7 @@ class WrappingOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in torch
-        """The other optimizer's groups. After a state is loaded, this property returns a new list."""
+        """The other optimizer's groups, a new list after a state is loaded."""
         return self.optim.param_groups
 
     @property

@@ -1,4 +1,4 @@
-"""The order in which gradients arrive. One backward shows this order, and then the reducer builds the buckets in this order."""
+"""The order in which gradients arrive."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Sequence
 
 class ArrivalOrder:
     """The indices of the parameters, ordered by the time of each parameter's last gradient.
-
-    Args:
-        count: the number of parameters.
 
     Attributes:
         learned: the order. None before the order is known.
@@ -34,5 +31,5 @@ class ArrivalOrder:
         self.learned = [*came, *(index for index in range(self._count) if index not in latest)]
 
     def forget_arrivals(self) -> None:
-        """Forget the gradients so far, because the next gradient belongs to another backward."""
+        """Forget the gradients so far. The next gradient belongs to another backward."""
         self._arrivals.clear()

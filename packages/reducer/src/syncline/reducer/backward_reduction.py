@@ -1,4 +1,4 @@
-"""Start the reductions of a backward, one bucket after the other, and wait for all reductions at the end."""
+"""The reductions of one backward."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class BackwardReduction:
         buckets: the reducer's buckets, in the order in which they are reduced.
         usage: the usage model. The caller calls its `begin` or `shadow_backward` before `start` or `start_empty`.
         reduction: starts the reduction of a bucket.
-        group: the group whose ranks average their gradients. After the last bucket, these ranks compare the collectives that
-            they have called.
+        group: the group whose ranks average their gradients.
         statistics: the object into which the times are written.
         mark: a text that identifies this backward; see Note [Which backward is reduced] in `sync_policy`.
     """
@@ -52,11 +51,7 @@ class BackwardReduction:
     def start(self, numbers: range, *, is_last: bool) -> None:
         """Copy gradients into these buckets, and issue the buckets' reductions. Leave out buckets that no rank uses.
 
-        The buckets of a backward start in order, beginning with bucket 0; see Note [Buckets start in order] in `readiness`.
-
-        Args:
-            numbers: the numbers of the buckets.
-            is_last: whether these are the last buckets of this backward.
+        `is_last` says whether these are the last buckets of this backward. See Note [Buckets start in order] in `readiness`.
         """
         began = time.perf_counter()
         if is_last:

@@ -1,4 +1,4 @@
-"""A bucket stores gradients in one flat buffer. Each parameter's gradient has a view of this buffer."""
+"""A bucket stores gradients in one flat buffer."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Bucket:
         self._holds_vectors = all(parameter.dim() == 1 for parameter in self.parameters)
 
     def views_into(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return one view of a flat buffer for each parameter, with shape and strides as in the class's docstring."""
+        """Return one view of a flat buffer for each parameter, as in `views`."""
         views, start = [], 0
         for parameter in self.parameters:
             piece = buffer[start : start + parameter.numel()]
@@ -89,9 +89,8 @@ class Bucket:
     def collect(self, unused: Collection[int] = ()) -> None:
         """Copy the parameters' gradients into the buffer. Gradients that are already in the buffer are not copied.
 
-        Args:
-            unused: indices of parameters that this rank does not use in this backward. `deliver` may leave their gradients
-                unchanged. A gradient that is None counts as zeros.
+        A gradient that is None counts as zeros. `unused` has the indices of parameters that this rank does not use in this
+        backward.
 
         Raises:
             MisuseError: the dtype, layout or shape of a gradient differs from its parameter's when the bucket was built.

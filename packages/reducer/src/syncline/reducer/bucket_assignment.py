@@ -1,4 +1,4 @@
-"""Decide which gradients share a bucket, from their sizes and kinds. This module needs no tensors."""
+"""Decide which gradients share a bucket, from their sizes and kinds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BucketAssignment:
     """The gradients that share one bucket, and the size limit of this bucket.
 
     Attributes:
-        indices: the gradients in the bucket, in the order in which they were put into it.
+        indices: the gradients in the bucket, in order.
         cap_bytes: the size limit of this bucket in bytes; None for the bucket of a sparse gradient.
     """
 
@@ -42,9 +42,9 @@ def assign_buckets(
 ) -> list[BucketAssignment]:
     """Put the gradients into buckets, in the given order, as torch.distributed does.
 
-    A cap is a size limit. When a bucket reaches its cap, the bucket is closed. Its last gradient may exceed the cap. Each kind
-    has its own sequence of buckets: its first bucket has the first cap, its second bucket the second cap, and so on. The last
-    cap also applies to all further buckets.
+    A cap is a size limit. A bucket that has reached its cap is closed; its last gradient may exceed the cap. Each kind has its
+    own sequence of buckets: its first bucket has the first cap, its second bucket the second cap, and so on. The last cap also
+    applies to all further buckets.
 
     Args:
         specs: one spec for each gradient. The result refers to a gradient by its position in this list.
@@ -54,7 +54,7 @@ def assign_buckets(
     Returns:
         The buckets. Every index is in exactly one bucket. Without `order`, the buckets are sorted by their smallest index. With
         `order`, they are in the order in which they were closed. Buckets that did not reach their cap come last, in the order
-        of their last gradients. (In torch, the order of these last buckets depends on a hash table.)
+        of their last gradients.
 
     Raises:
         InvalidArgumentError: there is no cap, a cap is below 0, or `order` is not a permutation.

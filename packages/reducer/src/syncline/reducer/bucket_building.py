@@ -1,4 +1,4 @@
-"""Build buckets: assign parameters to buckets, allocate memory, and move gradients from old buckets to new buckets."""
+"""Build buckets: assign parameters to them, and allocate their memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BucketBuilder:
     Attributes:
         names: the parameters' names, for errors.
         parameters: the parameters. The index of a parameter is its position in this list.
-        group: the group whose ranks average their gradients. The group allocates the buckets' memory.
+        group: the group whose ranks average their gradients. It allocates the buckets' memory.
         caps_bytes: size limits of the first, second, ... bucket. The last limit also applies to all further buckets.
         sparse: for each parameter, whether its gradient is sparse. A sparse gradient has its own bucket.
         delayed: indices of parameters whose buckets come last and have no size limit.
@@ -38,11 +38,10 @@ class BucketBuilder:
     as_view: bool
 
     def assign_first(self) -> list[list[int]]:
-        """Return the members (parameters' indices) of the first buckets, which are used until the order of gradients is known.
+        """Return the members (parameters' indices) of the first buckets, used until the order of gradients is known.
 
-        The buckets, and the parameters in each bucket, are in the reverse order of the parameters' definition. With one size
-        limit, each bucket has the same parameters as in torch. With several limits, the bucket that is reduced first has the
-        first limit.
+        The order is the reverse order of the parameters' definition. With one size limit, each bucket has the same parameters
+        as in torch. With several limits, the first limit is for the bucket that is reduced first.
         """
         backwards = range(len(self.parameters) - 1, -1, -1)
         return self.assign(backwards, from_front=len(self.caps_bytes) == 1)
@@ -64,9 +63,7 @@ class BucketBuilder:
     def build(self, assigned: Sequence[Sequence[int]], kept_views: Collection[int] = ()) -> list[AnyBucket]:
         """Allocate buckets with these members. This is a collective.
 
-        Args:
-            assigned: for each bucket, the indices of its parameters: the result of `assign` or `assign_first`.
-            kept_views: indices of parameters whose gradients become views of the new buckets, with their values.
+        The gradients of the parameters in `kept_views` become views of the new buckets, with their values.
         """
         buckets: list[AnyBucket] = []
         for indices in assigned:

@@ -1,4 +1,4 @@
-"""Start the reduction of a bucket by all_reduce or a communication hook, and wait for the result at the end of backward."""
+"""Start the reduction of a bucket by all_reduce or a communication hook, and wait for the result."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class BucketReduction:
         self._op = ReduceOp.AVG if count in (None, self._group.size) else premul_sum(1 / (count or 1))
 
     def start(self, bucket: AnyBucket, number: int, is_last: Callable[[], bool], times: BucketTimes) -> PendingReduction:
-        """Issue the reduction of a bucket. Every rank issues the reductions of the same buckets in the same order.
+        """Issue the reduction of a bucket, for the same buckets in the same order on every rank.
 
-        `is_last` returns whether this is the last bucket of the backward. It may wait for other ranks, and is called only if
-        there is a hook.
+        `is_last` says whether this is the last bucket of the backward. It may wait for other ranks, so only a hook's bucket
+        calls it.
         """
         with naming_parameters(lambda: bucket.names):
             # Ask for a hook first: a hook also reduces sparse buckets, on any group.
@@ -76,8 +76,8 @@ class BucketReduction:
 class PendingReduction(ABC):
     """A bucket whose reduction is issued. The end time of the reduction is written into `times`.
 
-    Callbacks at the end of the reduction must hold no reference to the group. A callback may run on the group's own thread. If
-    it dropped the last reference to a group of torch, the group would wait for its own thread for ever.
+    Callbacks must hold no reference to the group. A callback may run on the thread of a group of torch. If it dropped the last
+    reference to this group, the group would wait for its own thread for ever.
 
     Attributes:
         shows_bucket: whether a hook has seen the bucket's memory, and may use this memory later.
@@ -90,9 +90,7 @@ class PendingReduction(ABC):
         self._times = times
 
     def wait(self) -> object:
-        """Wait until the reduction is over, and return the reduced buffer.
-
-        A wrong hook can give another result, which `Bucket.accept` refuses.
+        """Wait until the reduction is over, and return the reduced buffer, or another result of a wrong hook.
 
         Raises:
             TransportError, DisagreementError: the group's error. Its text also names the parameters.
@@ -179,8 +177,8 @@ class HookReduction(PendingReduction):
 class DeferredReduction(PendingReduction):
     """A sparse bucket on a group without `has_total_order`, such as a group of torch. The reduction runs inside `wait`.
 
-    A sparse all_reduce issues further collectives in a callback. On such a group, these could come in different orders on
-    different ranks. At the end of backward, when `wait` is called, all other collectives are issued already.
+    A sparse all_reduce issues further collectives in a callback, which could come in different orders on different ranks. When
+    `wait` is called, at the end of backward, all other collectives are issued already.
     """
 
     def __init__(self, bucket: SparseBucket, times: BucketTimes, group: ProcessGroup, op: Reduction) -> None:

@@ -1,4 +1,4 @@
-"""Handle parameters whose gradients are final only after the gradient of another parameter has come."""
+"""Handle delayed parameters, which wait for the gradient of another parameter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class DelayedUsage(UsageModel):
 
     Args:
         usage: the usage model for all other parameters.
-        delayed: indices of the delayed parameters. The last buckets contain these parameters.
+        delayed: indices of the delayed parameters, which the last buckets contain.
         until: the index of the parameter for whose last gradient the delayed parameters wait. If None, or if this gradient does
             not come, they wait for the end of backward.
     """
@@ -37,17 +37,14 @@ class DelayedUsage(UsageModel):
         return [index for index in self._usage.begin() if index not in self._delayed]
 
     def needed(self, indices: Collection[int]) -> int | None:
-        """Return None for a bucket with a delayed parameter or with the parameter `until`, else ask the wrapped usage model."""
+        """Return None for a bucket with a delayed parameter or with `until`, else ask the wrapped usage model."""
         return None if self._until in indices or not self._delayed.isdisjoint(indices) else self._usage.needed(indices)
 
     def shadow_backward(self) -> None:
         self._usage.shadow_backward()
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """Return the parameters whose gradients are final. A delayed gradient is final after the gradient of `until` has come.
-
-        If a delayed gradient comes later than the gradient of `until`, `Readiness` raises an error.
-        """
+        """Return the parameters whose gradients are final. A delayed gradient is final only after the gradient of `until`."""
         return [final for index in indices for final in self._arrived(index, undefined)]
 
     def _arrived(self, index: int, undefined: Collection[int]) -> Sequence[int]:

@@ -26,7 +26,7 @@ def averaged(local: torch.Tensor, reduced: torch.Tensor, world_size: int) -> tor
 
     Args:
         local: this rank's gradient, which requires a gradient.
-        reduced: the mean over the ranks, in the shape of `local`. A later reduction may overwrite this tensor.
+        reduced: the mean over the ranks, in the shape of `local`.
         world_size: the number of ranks.
     """
     with torch.enable_grad():

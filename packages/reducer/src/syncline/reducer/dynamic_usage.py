@@ -16,9 +16,9 @@ from .usage import UsageModel
 class UsedMap:
     """A map of used parameters, on which the ranks agree.
 
-    The map has one byte for each parameter, its level: the highest level on any rank. Level 0 means that no rank uses the
-    parameter. In `DynamicUsage`, level 1 means that a rank uses it. In `StaticUsage`, level 2 means that the first reduced
-    backward itself used it. There, level 1 means that only an earlier backward used it.
+    The map has one byte for each parameter, its level: the highest level on any rank. Level 0 means unused. In `StaticUsage`,
+    level 1 means that only a backward before the first reduced backward used the parameter, and level 2 that the first reduced
+    backward itself used it. `DynamicUsage` has only levels 0 and 1.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -176,9 +176,6 @@ class DynamicUsage(UsageModel):
         return self._map.unused(doubtful) if doubtful else frozenset()
 
     def reset(self) -> None:
-        """Forget the used parameters, because their gradients are reduced.
-
-        After a `shadow_backward`, restore the parameters that count for this rank's next backward.
-        """
+        """Forget the used parameters. After a `shadow_backward`, restore the used parameters from before."""
         self._used, self._waiting = self._waiting, set()
         self._unreached = set()

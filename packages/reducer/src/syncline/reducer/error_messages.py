@@ -27,7 +27,7 @@ def marked_twice(name: str, place: str, hint: str) -> MisuseError:
 
 
 def not_expected(name: str, place: str) -> MisuseError:
-    """Make the error for a gradient of a parameter that had no gradient in the first reduced backward of a static graph."""
+    """Make the error for a parameter that had no gradient in the first reduced backward of a static graph."""
     return MisuseError(
         f"found a gradient of parameter '{name}' on {place}, which had none in the first backward that was reduced. "
         "Your training graph has changed in this iteration, so it is not static: pass static_graph=False and "
@@ -36,7 +36,7 @@ def not_expected(name: str, place: str) -> MisuseError:
 
 
 def compiled_autograd(place: str) -> MisuseError:
-    """Make the error for a backward that compiled autograd runs. There the reducer cannot notice the end of a backward."""
+    """Make the error for a backward that compiled autograd runs."""
     return MisuseError(
         f"a backward began on {place} under compiled autograd, which drops what shall happen at its end: its gradients would "
         "not be averaged. Set torch._dynamo.config.compiled_autograd=False, or compile the forward only: torch.compile(ddp)"
@@ -44,7 +44,7 @@ def compiled_autograd(place: str) -> MisuseError:
 
 
 def no_buckets(place: str) -> MisuseError:
-    """Make the error for a backward without buckets, because the forward before it failed while it rebuilt them."""
+    """Make the error for a backward without buckets, because the forward before it failed."""
     return MisuseError(
         f"a backward began on {place}, but the latest forward could not allocate the buckets: see its error, and run forward "
         "again"
@@ -60,7 +60,7 @@ def needs_everyone(place: str) -> MisuseError:
 
 
 def another_reducer(place: str) -> MisuseError:
-    """Make the error for two reducers of the same parameters that disturb each other; see `GradientHooks.take_over`."""
+    """Make the error for two reducers of the same parameters; see `GradientHooks.take_over`."""
     return MisuseError(
         f"another reducer averages some of the same parameters on {place}, and its forward has had no backward yet: run its "
         "backward first, or close it, or delete its wrapper.\nOn one group their buckets would mix, on groups of other ranks "
@@ -78,7 +78,7 @@ def backward_never_ended(what: str, place: str) -> MisuseError:
 
 
 def wrong_layout(name: str, gradient: torch.Tensor, place: str) -> MisuseError:
-    """Make the error for a gradient that is sparse although its parameter was declared dense, or the opposite."""
+    """Make the error for a sparse gradient of a dense parameter, or the opposite."""
     if gradient.layout is torch.strided:
         return MisuseError(
             f"expected a sparse gradient for parameter '{name}' on {place}, found a dense one: the parameter is also used by "
@@ -92,7 +92,7 @@ def wrong_layout(name: str, gradient: torch.Tensor, place: str) -> MisuseError:
 
 
 def wrong_dtype(name: str, gradient: torch.Tensor, dtype: torch.dtype, expected: torch.dtype, place: str) -> MisuseError:
-    """Make the error for a gradient whose dtype differs from the parameter's dtype at construction.
+    """Make the error for a gradient that has another dtype than its parameter had at construction.
 
     `dtype` is the present dtype of the parameter, `expected` the dtype at construction.
     """
@@ -121,7 +121,7 @@ def check_gradient(
     """Check that the gradient of a parameter has this dtype and layout.
 
     Raises:
-        MisuseError: the gradient has another dtype or layout.
+        MisuseError: the dtype or the layout differs.
     """
     if gradient.layout is not layout:
         raise wrong_layout(name, gradient, place)
@@ -133,7 +133,7 @@ def check_shape(name: str, gradient: torch.Tensor, expected: torch.Size, place: 
     """Check that a gradient has this shape.
 
     Raises:
-        MisuseError: the gradient has another shape.
+        MisuseError: the shape differs.
     """
     if gradient.shape != expected:
         raise MisuseError(
@@ -149,17 +149,17 @@ _AFTER_AVERAGE = (
 
 
 def gone_before_average(name: str, place: str) -> MisuseError:
-    """Make the error for a gradient that a hook of the user has dropped."""
+    """Make the error for a gradient that a user's hook has dropped."""
     return MisuseError(f"the gradient of parameter '{name}' was gone before it was averaged, on {place}. {_AFTER_AVERAGE}")
 
 
 def changed_before_average(name: str, place: str) -> MisuseError:
-    """Make the error for a parameter that a hook of the user has changed before its gradient was averaged."""
+    """Make the error for a parameter that a user's hook has changed before its gradient was averaged."""
     return MisuseError(f"parameter '{name}' was changed before its gradient was averaged, on {place}. {_AFTER_AVERAGE}")
 
 
 def sees_own_gradients(names: Sequence[str]) -> str:
-    """Return the warning for users' hooks on these parameters, which see gradients that are not averaged yet."""
+    """Return the warning for users' hooks on these parameters."""
     return f"{_shortened(names)}: hooks on the gradient before it is averaged. {_AFTER_AVERAGE}"
 
 
@@ -174,8 +174,8 @@ def differentiable(name: str) -> MisuseError:
 def with_parameter_names(error: Exception, names: Sequence[str]) -> SynclineError | None:
     """Return a copy of a transport error or disagreement, with the names of the bucket's parameters in its text.
 
-    A future of torch converts such an error to a RuntimeError that contains the type and the text of the original error. Then
-    this function makes an error of the original type. For any other error, return None.
+    The error may also be a RuntimeError into which a future of torch has converted such an error. For any other error, return
+    None.
     """
     told = error if isinstance(error, TransportError | DisagreementError) else _told(error)
     if told is None:

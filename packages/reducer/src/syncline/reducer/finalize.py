@@ -1,4 +1,4 @@
-"""Wait for the buckets at the end of backward, and give their results to the parameters."""
+"""Wait for the buckets at the end of backward."""
 
 from __future__ import annotations
 
@@ -40,10 +40,9 @@ def finalize(
         statistics: the object into which the times are written.
         globally_unused: takes indices of parameters, and returns those whose gradients stay unchanged. It may wait for other
             ranks.
-        on_delivery: called for each bucket, with the parameters that now have their reduced gradients. Later buckets may still
-            be in reduction.
+        on_delivery: called for each bucket, with the parameters that now have their reduced gradients.
         extra_futures: further futures to wait for.
-        verification: starts the comparison of the group's calls, or returns the comparison that already runs. Called last.
+        verification: called last, returns the work of the comparison of the group's calls.
 
     Raises:
         DisagreementError: the ranks called different collectives.

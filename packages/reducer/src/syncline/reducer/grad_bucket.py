@@ -29,17 +29,15 @@ class GradBucket:
     def buffer(self) -> torch.Tensor:
         """Return all gradients of the bucket, as one flat, contiguous tensor.
 
-        The values are this rank's own gradients, not divided by the number of ranks.
-
-        A sparse gradient has its own bucket. There, the buffer is the gradient itself: a coalesced COO tensor with the
-        parameter's shape.
+        The values are this rank's own gradients, not divided by the number of ranks. For a sparse gradient, which has its own
+        bucket, the buffer is a coalesced COO tensor with the parameter's shape.
         """
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
         """Make `buffer()` and `gradients()` show another flat tensor, with the same number of elements.
 
-        Then the hook's result may have the dtype of this tensor. The reducer casts the result to the bucket's dtype.
+        The hook's result may then have the dtype of this tensor. The reducer casts it to the bucket's dtype.
         """
         self._buffer = buffer
 

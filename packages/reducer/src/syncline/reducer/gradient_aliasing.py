@@ -1,4 +1,4 @@
-"""Let large gradients stay in the bucket's memory after the reduction, so that the reducer need not copy them back."""
+"""Let large gradients stay in the bucket's memory after the reduction, to save a copy."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ class GradientAliasing:
     ~~~~~~~~~~~~~~~~~~~~~~~~
     A copy of the reduced gradients from the bucket takes about as long as their reduction. The bucket needs its memory again
     only in the next backward, and `zero_grad` usually drops the gradients before. So at the end of backward, `gradient.data =
-    alias` moves a gradient into the bucket's memory. The tensor object stays the same, with its version and its hooks. These
-    rules apply:
+    alias` moves a gradient into the bucket's memory. These rules apply:
 
     - A gradient is moved only if no view, no array and no storage object in Python uses its memory. All other gradients are
       copied.
@@ -65,7 +64,7 @@ class GradientAliasing:
         """Move gradients into the bucket's memory, which has the reduced values. Leave out gradients at `untouched` positions.
 
         Returns:
-            The positions of the gradients that are now in the bucket's memory. The caller need not copy them.
+            The positions of the gradients that are now in the bucket's memory.
         """
         moved = set()
         for position in self._aliases:

@@ -1,4 +1,4 @@
-"""Hooks on parameters. Each hook records that its parameter has got a gradient."""
+"""Hooks on parameters, which record gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GradientHooks:
     Note [After all users' hooks]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     Users' hooks may change a gradient, and may run after the reducer's hook on the parameter. So the reducer collects a bucket
-    only after all hooks on its latest gradient have run. All hooks have run when the parameter's autograd node has finished.
+    only after the parameter's autograd node has finished, when all hooks on its latest gradient have run.
 
     A hook on every node would double the cost of the hooks. So at first, each bucket hooks only one node, of the parameter that
     is expected to come last. If another parameter comes last, the bucket waits for the next gradient that wakes the reducer, or
@@ -32,14 +32,12 @@ class GradientHooks:
         parameters: the reducer's parameters.
         group: the group whose ranks average their gradients.
         reads_in_place: whether this reducer averages gradients in their own memory.
-        wake: a method of the reducer, called on the thread of backward when the reducer must look at a bucket (see
-            `PendingBucket.wake_at`).
-        node_done: a method of the reducer, called when all hooks on a parameter have run. Its arguments are the index and the
-            bucket that `hook_node` got.
-        retire: a method of the reducer, called by another reducer of the same parameters. It returns True if no backward of
-            this reducer is running or expected. Then this reducer's hooks are removed until the next call of `register`.
+        wake: called on the thread of backward when the reducer must look at a bucket (see `PendingBucket.wake_at`).
+        node_done: called when all hooks on a parameter have run, with the arguments of `hook_node`.
+        retire: called by another reducer of the same parameters. Returns True if no backward of this reducer is running or
+            expected. Then this reducer's hooks are removed until the next call of `register`.
 
-    Only weak references to the three methods are kept.
+    `wake`, `node_done` and `retire` are methods of the reducer, kept as weak references.
     """
 
     def __init__(
@@ -71,9 +69,9 @@ class GradientHooks:
         Note [One stream for all gradients]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
         A parameter's accumulation node runs on the CUDA stream that was current when autograd made the node. If nothing refers
-        to the node, autograd makes a new node in each forward. A later forward may run on another stream (`with
-        torch.cuda.stream(...)`, CUDA graphs). Then the gradients of one bucket would come on two streams, and the bucket would
-        wait for only one of them. So the reducer holds references to the nodes of all parameters.
+        to the node, autograd makes a new node in each forward, perhaps on another stream. Then the gradients of one bucket
+        would come on two streams, and the bucket would wait for only one of them. So the reducer holds references to the nodes
+        of all parameters.
         """
         self._remove()
         self.are_off = self._is_closed
@@ -89,10 +87,7 @@ class GradientHooks:
             self.hook_node(bucket.members[-1], bucket)
 
     def hook_node(self, index: int, bucket: PendingBucket) -> None:
-        """From the next backward on, call `node_done(index, bucket)` when all hooks on this parameter have run.
-
-        `bucket` is the parameter's bucket.
-        """
+        """From the next backward on, call `node_done(index, bucket)` when all hooks on this parameter have run."""
         node = accumulation_node(self._parameters[index])
         hooked, handle = self._hooked.get(index, (None, None))
         if self._is_closed or hooked is node:
@@ -112,11 +107,8 @@ class GradientHooks:
         """Remove the hooks of other reducers of the same parameters.
 
         A reducer keeps its hooks if one of its forwards waits for its backward, or if one of its backwards is running. Then
-        both reducers average the gradients. They disturb each other in three cases:
-
-        - At least one of them averages gradients in place.
-        - Both use one group, so a bucket of one reducer could meet a bucket of the other reducer.
-        - Their groups have different ranks, so their averages differ.
+        both reducers average the gradients. They disturb each other if one of them averages gradients in place, if both use one
+        group, or if their groups have different ranks.
 
         Returns:
             False if a reducer that disturbs this reducer keeps its hooks.

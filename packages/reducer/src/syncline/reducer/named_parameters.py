@@ -19,7 +19,7 @@ class NamedParameters:
 
     Raises:
         MisuseError: there is no parameter, or a parameter does not require a gradient.
-        InvalidArgumentError: `sparse` does not have one flag for each parameter, or marks a parameter without dimensions.
+        InvalidArgumentError: `sparse` does not fit the parameters.
     """
 
     def __init__(self, named_parameters: Sequence[tuple[str, torch.nn.Parameter]], sparse: Sequence[bool] | None) -> None:

@@ -1,4 +1,4 @@
-"""A state machine for gradients that autograd has accumulated and the reducer has not taken yet. It needs no tensors."""
+"""A state machine for gradients that the reducer has not taken yet. It needs no tensors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,11 @@ class PendingBucket:
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     Autograd calls a Python function for every gradient. This call takes about a microsecond, the largest cost of a reducer in
     Python. So the function only appends an index to a list. It wakes the reducer only at a bucket's first gradient, where a
-    backward may begin, and when the bucket may be complete. No other thread appends to the list: all parameters of a bucket are
-    on one device, and autograd has one thread for each device.
-
-    Args:
-        members: the parameters' indices, in the order in which their gradients are expected.
+    backward may begin, and when the bucket may be complete. The list needs no lock: all parameters of a bucket are on one
+    device, and autograd has one thread for each device.
 
     Attributes:
-        members: the parameters' indices, as given.
+        members: the parameters' indices, in the order in which their gradients are expected.
         indices: the parameter's index for each gradient that has come and was not taken, in the order of the gradients.
         wake_at: the hook wakes the reducer when the length of `indices` is in this container.
     """
@@ -40,8 +37,8 @@ class PendingBucket:
     def expect(self, needed: int | None, *, watch_all: bool = False) -> None:
         """Set how many gradients must come before the reducer takes them. None: one gradient is enough.
 
-        The first gradient and gradient number `needed` wake the reducer. With `watch_all`, or if `needed` is None, every
-        gradient wakes the reducer.
+        The first gradient and gradient number `needed` wake the reducer. Every gradient does, with `watch_all` or if `needed`
+        is None.
         """
         self._needed = needed or 1
         self.wake_at: Container[int] = EVERY_GRADIENT if watch_all or needed is None else (1, needed)
@@ -54,8 +51,7 @@ class PendingBucket:
     def take(self, *, but_last: bool = False) -> list[int]:
         """Return the indices of the gradients that have come, and forget these gradients.
 
-        With `but_last`, leave out the latest gradient. After this call, one gradient is enough, until the next call of
-        `expect`.
+        With `but_last`, leave out the latest gradient. Until the next `expect`, one gradient is enough.
         """
         count = len(self.indices) - but_last
         taken = self.indices[:count]
@@ -76,8 +72,7 @@ class PendingGradients:
     Users' hooks on a gradient have run when the autograd node of its parameter has finished, or when the thread of this
     backward has come to another gradient. See Note [After all users' hooks] in `gradient_hooks`.
 
-    Args:
-        buckets: for each bucket, the indices of its parameters, in the order in which their gradients are expected.
+    `buckets` has the members of each bucket; see `PendingBucket`.
     """
 
     def __init__(self, buckets: Sequence[Sequence[int]]) -> None:
@@ -88,11 +83,9 @@ class PendingGradients:
         return iter(self._buckets)
 
     def came(self, bucket: PendingBucket, here: Where) -> list[tuple[PendingBucket, list[int]]]:
-        """Record that a gradient of the bucket has come. The hook on this gradient calls this method.
+        """Record that a gradient of the bucket has come. `here` is the thread and the backward of this call.
 
-        Args:
-            bucket: the gradient's bucket.
-            here: the thread and the backward of this call.
+        The hook on this gradient calls this method.
 
         Returns:
             The buckets that waited for the hooks on an earlier gradient of this thread and backward, each with its taken
@@ -119,9 +112,6 @@ class PendingGradients:
         return bucket.take()
 
     def take_all(self) -> list[tuple[PendingBucket, list[int]]]:
-        """Take all gradients. Return each bucket that had some, with these gradients.
-
-        Call this method when backward has ended, or if the backward is not reduced.
-        """
+        """Take all gradients. Return each bucket that had some, with these gradients."""
         self._waiting.clear()
         return [(bucket, bucket.take()) for bucket in self._buckets if bucket.indices]

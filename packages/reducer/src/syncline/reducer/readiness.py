@@ -1,4 +1,4 @@
-"""A state machine that tells which gradients and buckets are ready. It works with integers only."""
+"""A state machine that tells which gradients and buckets are ready."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 
 class MarkedTwiceError(ValueError):
-    """Raised if a gradient is marked ready a second time in one backward. `index` is the index of this gradient."""
+    """Raised if the gradient `index` is marked ready a second time in one backward."""
 
     def __init__(self, index: int) -> None:
         super().__init__(f"gradient {index} was marked ready twice")

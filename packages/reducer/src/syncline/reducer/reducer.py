@@ -60,7 +60,7 @@ def _noting_errors(method: Method) -> Method:
 
 
 class _BackwardEnd:
-    """Autograd calls `end` when a backward ends. If the backward fails, autograd drops this object without a call."""
+    """Autograd calls `end` when a backward ends. If the backward fails, autograd drops this object."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
@@ -89,26 +89,23 @@ class Reducer(Inherited):
         its end        finalize: wait for the buckets in order, write the results back
 
     By default, every backward must reach all parameters, on every rank. `find_unused_parameters` and `static_graph` relax this
-    rule. If a backward reaches no parameter on one rank, the other ranks wait for this rank until the group's timeout. Then
-    they raise an error that names this rank.
+    rule. If a backward reaches no parameter on one rank, the other ranks wait until the group's timeout, and raise an error
+    that names this rank.
 
     Args:
-        named_parameters: pairs of a name and a parameter, the same on all ranks. Each parameter requires a gradient. Errors
-            show these names.
+        named_parameters: pairs of a name and a parameter that requires a gradient, the same on all ranks.
         group: the group whose ranks average their gradients.
-        bucket_cap_bytes: the size limit of a bucket. A bucket that has reached this size gets no more parameters. A list has
-            the limits of the first, second, ... bucket. The last limit also applies to all further buckets.
+        bucket_cap_bytes: a bucket that has reached this size gets no more parameters. A list has the limits of the first,
+            second, ... bucket; its last limit also applies to further buckets.
         first_bucket_cap_bytes: the size limit of the first bucket. A small first bucket starts communication early. No effect
             if `bucket_cap_bytes` is a list.
-        gradient_as_bucket_view: make `parameter.grad` a view of the bucket. This saves a copy and the memory of a second copy
-            of the gradients.
-        sparse: for each parameter, whether its gradients are sparse (COO). None: no gradient is sparse. Each sparse gradient
-            has its own bucket.
-        find_unused_parameters: a backward need not reach all parameters, and ranks may reach different parameters. Every rank
-            must reach at least one parameter. If no rank uses a parameter, its gradient stays unchanged. See `DynamicUsage`.
+        gradient_as_bucket_view: make `parameter.grad` a view of the bucket, to save a copy and memory.
+        sparse: for each parameter, whether its gradients are sparse (COO). None: no gradient is sparse.
+        find_unused_parameters: a backward may reach other parameters on each rank, but at least one. If no rank uses a
+            parameter, its gradient stays unchanged. See `DynamicUsage`.
         skip_all_reduce_unused_params: do not reduce a bucket whose parameters no rank uses. Requires `find_unused_parameters`.
-        static_graph: every backward has the graph of the first backward. This graph may use a parameter several times or not at
-            all. See `StaticUsage`. As in torch, this option overrides `find_unused_parameters`.
+        static_graph: every backward has the graph of the first backward. See `StaticUsage`. As in torch, this option overrides
+            `find_unused_parameters`.
         delayed: names of parameters that may get any number of gradients, until the gradient of `delayed_until` arrives or
             backward ends. Their gradients are reduced last.
         delayed_until: the name of the parameter for whose gradient the delayed parameters wait. None: they wait for the end of
@@ -121,14 +118,13 @@ class Reducer(Inherited):
         is_in_fork: whether this process is a forked child of the rank's process. In a child, gradients are not reduced.
         reductions: the number of reduced backwards so far, the same on all ranks.
 
-    Extra memory: the size of all gradients, for the buckets. No extra memory with `gradient_as_bucket_view`. On CPUs, most
-    large gradients share the buckets' memory (see `gradient_aliasing`).
+    Extra memory: the size of all gradients. None with `gradient_as_bucket_view`. On CPUs, most large gradients share the
+    buckets' memory (see `gradient_aliasing`).
 
     Raises:
         MisuseError: there is no parameter, or a parameter does not require a gradient.
-        InvalidArgumentError: `sparse` does not have one flag for each parameter, or marks a parameter without dimensions. Or a
-            size limit is below 0. Or `delayed` or `delayed_until` names an unknown parameter. Or `delayed_until` is given
-            without `delayed`.
+        InvalidArgumentError: `sparse` does not fit the parameters, a size limit is below 0, `delayed` or `delayed_until` names
+            an unknown parameter, or `delayed_until` is given without `delayed`.
     """
 
     def __init__(
@@ -249,8 +245,8 @@ class Reducer(Inherited):
     def explained(self, error: DisagreementError, where: str) -> DisagreementError:
         """Explain a disagreement in a collective that does not reduce a bucket.
 
-        If only some ranks ran a backward, return a copy of the error. Its text says where the ranks disagree, and how to
-        correct the script. Otherwise return the error unchanged.
+        If only some ranks ran a backward, return a copy of the error that says so and how to correct the script. Otherwise
+        return the error unchanged.
         """
         is_stray = error_messages.is_of_a_stray_backward(str(error))
         return error_messages.disagreement(error, where) if is_stray else error
@@ -292,9 +288,9 @@ class Reducer(Inherited):
     def set_hook(self, hook: CommunicationHook | None, state: Any = None) -> None:
         """Let `hook(state, bucket)` reduce each bucket, in place of `all_reduce(AVG)`. None restores `all_reduce(AVG)`.
 
-        The hook runs on the thread of backward. On every rank it gets the same buckets in the same order. A bucket contains
-        this rank's own gradients, not divided. The hook returns a future of the reduced bucket, one flat tensor. The hook must
-        not call this reducer.
+        The hook runs on the thread of backward, for the same buckets in the same order on every rank. A bucket contains this
+        rank's own gradients, not divided. The hook returns a future of the reduced bucket, one flat tensor, and must not call
+        this reducer.
         """
         self._check_idle("set_hook")
         # A hook may keep the bucket's memory, so no gradient may stay there.
@@ -315,8 +311,8 @@ class Reducer(Inherited):
     def on_delivery(self, callback: OnDelivery | None) -> None:
         """Set a function that the reducer calls for each bucket at the end of backward. None removes the function.
 
-        The argument is the list of the bucket's parameters that now have their reduced gradients. The function runs on the
-        thread of backward. Later buckets may still be in reduction.
+        The argument is the list of parameters that now have their reduced gradients. The function runs on the thread of
+        backward, while later buckets may still be in reduction.
         """
         self._check_idle("on_delivery")
         self._on_delivery = callback
@@ -324,18 +320,18 @@ class Reducer(Inherited):
     def on_iteration(self, callback: Callable[[IterationStatistics], None] | None) -> None:
         """Set a function that the reducer calls with the iteration's times, when all gradients are reduced.
 
-        None removes the function. The function runs on the thread of backward. It may issue collectives, because all ranks call
-        it after the same backward. `shadow_backward` does not call the function; the caller of `shadow_backward` must issue
-        these collectives. The change takes effect at once, also within a backward.
+        None removes the function. The function runs on the thread of backward, on all ranks after the same backward, so it may
+        issue collectives. The caller of `shadow_backward`, which does not call the function, must issue these collectives, too.
+        The change takes effect at once.
         """
         self._on_iteration = callback
 
     def on_begin(self, callback: Callable[[], None] | None) -> None:
         """Set a function that the reducer calls when a reduced backward begins, before it communicates.
 
-        None removes the function. The function runs on the thread of backward. It may issue collectives, because every rank
-        calls it at the same point in the order of the group's collectives. `shadow_backward` does not call the function; the
-        caller of `shadow_backward` must issue these collectives.
+        None removes the function. The function runs on the thread of backward, on all ranks between the same collectives, so it
+        may issue collectives. The caller of `shadow_backward`, which does not call the function, must issue these collectives,
+        too.
         """
         self._check_idle("on_begin")
         self._on_begin = callback
@@ -347,8 +343,7 @@ class Reducer(Inherited):
         """Prepare the reducer for a backward. Call this method before each forward.
 
         The first call with `synchronizes=True` builds the buckets. The next such call after a reduced backward builds them
-        again, in the order of that backward's gradients. With `find_unused_parameters` the buckets are built only once. A call
-        that builds buckets is a collective.
+        again, in the order of its gradients, but not with `find_unused_parameters`. A call that builds buckets is a collective.
 
         Args:
             synchronizes: whether the backward of this forward is reduced. If False, the backward adds to this rank's own
@@ -384,10 +379,8 @@ class Reducer(Inherited):
     def change_bucket_caps(self, caps_bytes: Sequence[int]) -> None:
         """Change the bucket sizes. The next forward whose backward is reduced builds new buckets.
 
-        Every rank calls this method between the same two backwards, with the same sizes.
-
-        Args:
-            caps_bytes: size limits of the first, second, ... bucket. The last limit also applies to all further buckets.
+        Every rank calls this method between the same two backwards, with the same limits of the first, second, ... bucket. The
+        last limit also applies to further buckets.
 
         Raises:
             MisuseError: a backward is running or has failed. Or no backward has shown the order of gradients yet. With
@@ -411,13 +404,8 @@ class Reducer(Inherited):
     ) -> None:
         """From now on, average the gradients of these parameters, because the model has changed.
 
-        Every rank calls this method, before a forward. The next backward counts as the first backward: the reducer builds new
-        buckets, and learns a static graph again. Existing gradients stay, and the next reduction includes them.
-
-        Args:
-            named_parameters: see the class.
-            sparse: see the class.
-            bucket_cap_bytes: size limits of the first, second, ... bucket.
+        Every rank calls this method, before a forward. The next backward counts as the first backward. Existing gradients stay,
+        and the next reduction includes them. For the arguments, see the class; `bucket_cap_bytes` is a list here.
 
         Raises:
             MisuseError: a backward is running or has failed.
@@ -436,19 +424,19 @@ class Reducer(Inherited):
         self._usage.accumulated(there, ())
 
     def unreduced(self) -> set[str]:
-        """Return the names of the parameters that have gradients which are not averaged yet."""
+        """Return the names of the parameters whose gradients are not averaged yet."""
         self._count_unsynchronized()
         return set(self._unreduced)
 
     @property
     def has_local_gradients(self) -> bool:
-        """Whether some gradients are not averaged yet, because their backward was not reduced."""
+        """Whether a backward that was not reduced has added to gradients since the latest reduced backward."""
         return bool(self.unreduced())
 
     def find_nodes_again(self) -> None:
         """Hook the parameters' nodes in autograd's graph again.
 
-        Call this method if parameters were converted to another dtype or device and back: autograd then has new nodes.
+        Call this method after parameters were converted to another dtype or device and back.
         """
         self._check_idle("find_nodes_again")
         self._count_unsynchronized()
@@ -466,8 +454,7 @@ class Reducer(Inherited):
     def keep_local(self, is_local: bool) -> None:
         """Set whether backwards without a forward only add to this rank's gradients.
 
-        If False, such backwards are reduced, unless the latest forward was within `no_sync`. See Note [Which backward is
-        reduced] in `sync_policy`.
+        See Note [Which backward is reduced] in `sync_policy`.
         """
         self._sync_policy.keep_local(is_local)
 
@@ -483,8 +470,8 @@ class Reducer(Inherited):
     def shadow_backward(self, *, has_forward: bool = True) -> None:
         """Take part in one forward and backward of the other ranks, without gradients of this rank.
 
-        This method issues the collectives of the other ranks, with zeros as gradients, and waits for them. It also builds
-        buckets if the other ranks do. This rank's gradients stay unchanged.
+        This method issues the collectives of the other ranks, with zeros as gradients, and waits for them. This rank's
+        gradients stay unchanged.
 
         Args:
             has_forward: whether the other ranks have called `prepare_for_backward` before this backward.
@@ -517,11 +504,8 @@ class Reducer(Inherited):
     def reduce_gradients(self, indices: Collection[int]) -> None:
         """Take part in one backward of the other ranks with gradients that this rank already has.
 
-        This method issues the collectives of a backward, and delivers the reduced gradients. It runs neither autograd nor
-        users' hooks, and does not call the functions of `on_begin` and `on_iteration`.
-
-        Args:
-            indices: the parameters whose gradients this rank adds.
+        This method issues the collectives of a backward, and delivers the reduced gradients. Autograd, users' hooks and the
+        functions of `on_begin` and `on_iteration` do not run. `indices` are the parameters whose gradients this rank adds.
 
         Raises:
             MisuseError: the previous backward never ended. Or the reducer lacks `find_unused_parameters`. Or the reducer has
@@ -554,7 +538,7 @@ class Reducer(Inherited):
 
     @override
     def in_fork(self) -> None:
-        """Remove the hooks in a forked child process, because the child is not a rank of the group."""
+        """Remove the hooks in a forked child process."""
         self.is_in_fork = True
         self._close_hooks()
         self._running = None
@@ -784,7 +768,7 @@ class Reducer(Inherited):
             raise error_messages.backward_never_ended(what, self._group.place())
 
     def _take_over(self) -> None:
-        """Remove the hooks of other reducers, so that an old wrapper of the module does not disturb this reducer."""
+        """Remove the hooks of other reducers of these parameters, for example of an old wrapper."""
         for pause_s in (0.0, 0.01, 0.05, 0.25):
             if self._hooks.take_over():
                 break

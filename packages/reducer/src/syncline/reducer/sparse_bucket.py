@@ -16,8 +16,8 @@ from .bucket import Bucket
 class SparseBucket:
     """The bucket of one parameter with a sparse gradient (COO), which has different elements on each rank.
 
-    Between backwards the bucket holds no memory. The reduced gradient has the elements of all ranks' gradients, and replaces
-    the parameter's gradient.
+    Between backwards the bucket holds no memory. The reduced gradient, with the elements of all ranks, replaces the parameter's
+    gradient.
 
     Attributes:
         indices: a list with the parameter's index in the reducer.

@@ -1,4 +1,4 @@
-"""Handle a graph that never changes: the first reduced backward shows the graph of all later backwards."""
+"""Handle a graph that never changes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ class StaticUsage(UsageModel):
     """A usage model for `static_graph=True`: in every backward, each parameter gets as many gradients as in the first backward.
 
     "The first backward" is the first backward that is reduced. It may give a parameter no gradient, or several gradients (from
-    re-entrant checkpoints). All its gradients are reduced at its end, because no rank knows yet which gradient of a parameter
-    is the last. Then the ranks also agree on the parameters that at least one rank uses. Later, a parameter is ready when its
-    last gradient has come, and reduction overlaps with backward.
+    re-entrant checkpoints). All its gradients are reduced at its end, and the ranks agree on the parameters that at least one
+    rank uses. Later, a parameter is ready when its last gradient has come.
 
     A backward inside `no_sync` may leave out parameters. It may use additional parameters only before the first backward. The
     first reduction includes their gradients; later reductions leave them unchanged.
@@ -67,10 +66,7 @@ class StaticUsage(UsageModel):
         return None if expected is None else sum(expected[index] for index in indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """Return the parameters whose last gradient has come.
-
-        A surplus gradient also counts as a last gradient, so that `Readiness` raises an error.
-        """
+        """Return the parameters whose last gradient has come. A surplus gradient counts as a last gradient."""
         if self._expected is None:
             self._counts.update(indices)
             self.accumulated(indices, undefined)
@@ -122,10 +118,7 @@ class StaticUsage(UsageModel):
             self._is_map_synced = True
 
     def locally_unused(self, indices: Collection[int]) -> frozenset[int]:
-        """Return the given parameters that got no gradient in the first backward.
-
-        During the first backward, return the given parameters without a gradient so far.
-        """
+        """Return the given parameters that got no gradient in the first backward, or, during it, have none so far."""
         return without(indices, self._used if self._is_first else self._regular, self._count)
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:

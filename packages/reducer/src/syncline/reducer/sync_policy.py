@@ -1,4 +1,4 @@
-"""Decide whether the next backward is reduced, and make a text with which the ranks compare their reduced backwards."""
+"""Decide whether the next backward is reduced."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class GradSyncPolicy:
 
     * After a forward outside of `no_sync`, the first backward is reduced, with all accumulated gradients. A forward inside
       `no_sync` in between changes nothing.
-    * A backward without a forward is also reduced: a second backward through one graph, or a backward of the bare module.
+    * A backward without a forward (a second backward through one graph, or a backward of the bare module) is also reduced.
       Exceptions: the latest forward was within `no_sync`, or the backward itself runs within `no_sync`.
     * Every other backward adds to this rank's gradients, until a later backward is reduced.
 
-    The n-th reduced backward of one rank is reduced together with the n-th reduced backward of every other rank. If one rank
-    runs an additional backward, its later backwards meet the wrong ones. To detect this error, the ranks compare a text
-    (`mark`) together with the first bucket. The text contains the number of the latest forward, and the number of backwards
-    since this forward. The text cannot show an additional backward in a loop that never calls the wrapper's forward.
+    The n-th reduced backward of one rank meets the n-th reduced backward of every other rank. To detect that a rank runs an
+    additional backward, the ranks compare a text (`mark`) together with the first bucket. The text contains the number of the
+    latest forward, and the number of backwards since this forward. In a loop that never calls the wrapper's forward, the text
+    cannot show an additional backward.
 
     The policy counts a forward only when its backward is reduced. So one rank may run a forward without a backward, or several
     forwards before one backward.
@@ -61,10 +61,7 @@ class GradSyncPolicy:
 
     @property
     def mark(self) -> str:
-        """A text that identifies the next reduced backward, such as "backward 1 since forward 7". The ranks compare this text.
-
-        The text counts only forwards whose backward was or will be reduced.
-        """
+        """A text that identifies the next reduced backward, such as "backward 1 since forward 7". The ranks compare it."""
         forward, backward = self._next()
         return f"backward {backward} since forward {forward}"
 

@@ -87,7 +87,7 @@ def hook_undefined_gradients(parameter: torch.nn.Parameter, note: Callable[[], o
 
 
 def hook_defined_gradients(parameter: torch.nn.Parameter, note: Callable[[], object]) -> Any:
-    """Call `note` before backward adds a gradient to `parameter.grad`. `torch.autograd.grad` does not call `note`.
+    """Call `note` before backward adds a gradient to `parameter.grad`.
 
     The caller must keep a reference to the returned handle.
     """
@@ -134,26 +134,26 @@ def unreached(nodes: Sequence[GraphNode]) -> list[int]:
 
 
 def in_compiled_autograd() -> bool:
-    """Whether compiled autograd runs the backward. Compiled autograd drops callbacks at the end of backward."""
+    """Whether compiled autograd runs the backward."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")  # not loaded if no code uses it
     return bool(getattr(module, "in_compiled_autograd_region", False))
 
 
 def hooks_after_accumulation(parameter: torch.nn.Parameter) -> Collection[object]:
-    """Return all post-accumulate-grad hooks on a parameter: users' hooks and the reducer's hook."""
+    """Return all post-accumulate-grad hooks on a parameter, also the reducer's."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return () if hooks is None else hooks.values()
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return a number that increases at each in-place change of the tensor. If torch has no `_version`, return 0."""
+    """Return a number that increases at each in-place change of the tensor, or 0 if torch has no `_version`."""
     return getattr(tensor, "_version", 0)
 
 
 def storage_users(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the number of Python references to a tensor's storage, and the number of all users of the storage.
+    """Return the number of Python references to a tensor's storage, and the number of all its users.
 
-    To interpret these numbers, compare them with the numbers of a tensor whose users are known.
+    Compare them with the numbers of a tensor whose users are known.
     """
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
@@ -179,8 +179,8 @@ def call_at_backward_end(callback: Callable[[], None]) -> None:
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     A re-entrant checkpoint runs an inner backward inside the backward of its node. Autograd can call a callback only at the end
     of the inner backward, when the outer backward may still have gradients to compute. So in an inner backward, this function
-    hooks the node that runs the inner backward. When this node has finished, the function calls itself. In the outermost
-    backward it registers the callback.
+    hooks the node that runs it. When this node has finished, the function calls itself. In the outermost backward it registers
+    the callback.
     """
     node = enclosing_function()
     if node is None:
@@ -197,10 +197,7 @@ def call_at_backward_end(callback: Callable[[], None]) -> None:
 def call_at_outer_end(callback: Callable[[], None]) -> bool:
     """If a hook of an outer backward runs the backward that ends now, call `callback` at the end of the outer backward.
 
-    Call this function in a callback of `call_at_backward_end`.
-
-    Returns:
-        Whether a hook of an outer backward runs the backward that ends now.
+    Call this function in a callback of `call_at_backward_end`. Return whether there is such an outer backward.
     """
     # Autograd has left the nodes of the backward that ends, so this is the node whose hook runs.
     node = _current_node()

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 
 class UnexpectedGradientError(ValueError):
-    """Raised if a gradient comes that the usage model does not expect. `index` is the index of the parameter."""
+    """Raised if a gradient of parameter `index` comes that the usage model does not expect."""
 
     def __init__(self, index: int) -> None:
         super().__init__(f"gradient {index} was not expected")
@@ -72,7 +72,7 @@ class UsageModel(ABC):
         """Return the parameters whose gradients are final only at the end of backward."""
 
     def shadow_backward(self) -> None:  # noqa: B027 - most models need not know
-        """Begin a backward in which only other ranks have gradients. The reducer calls this method in place of `begin`."""
+        """Called in place of `begin` if only other ranks have gradients."""
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:  # noqa: B027 - most models need not know
         """Record gradients of a backward that is not reduced. They count for a later backward.
@@ -86,16 +86,10 @@ class UsageModel(ABC):
         return False
 
     def sync_used_map(self) -> None:  # noqa: B027 - in most models the ranks agree on nothing
-        """Issue the collectives in which the ranks agree on the used parameters.
-
-        Every rank calls this method at the same point in the order of its collectives.
-        """
+        """Issue the collectives in which the ranks agree on the used parameters. Every rank calls this at the same point."""
 
     def locally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
-        """Return the given parameters that this rank does not use.
-
-        The reducer calls this when all given parameters are ready.
-        """
+        """Return the given parameters that this rank does not use. All of them are ready."""
         return frozenset()
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
@@ -106,7 +100,7 @@ class UsageModel(ABC):
         return frozenset()
 
     def find_nodes_again(self) -> None:  # noqa: B027 - most models hold no nodes
-        """Look for the parameters' nodes in autograd's graph again, because autograd may have made new nodes."""
+        """Look for the parameters' nodes in autograd's graph again."""
 
     def reset(self) -> None:  # noqa: B027 - most models remember nothing
         """Forget this backward, because it is over."""

@@ -1,4 +1,4 @@
-"""Find users' post-accumulate-grad hooks. These hooks see a gradient before it is averaged."""
+"""Find users' post-accumulate-grad hooks, which see a gradient before it is averaged."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ class UsersHooks:
 
     Note [A gradient that is used too early]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    If a hook changes a gradient, the reducer averages the changed gradient. But two kinds of hooks make the average wrong. A
-    hook that runs an optimizer's step uses this rank's own gradient. A hook that drops the gradient leaves nothing to average.
-    So when a bucket starts, the reducer checks the parameters with users' hooks. Each gradient that has come must still exist,
-    and the parameter must have the same version as when backward began.
+    Two kinds of users' hooks make the average wrong. A hook that runs an optimizer's step uses this rank's own gradient. A hook
+    that drops the gradient leaves nothing to average. So when a bucket starts, the reducer checks the parameters with users'
+    hooks. Each gradient that has come must still exist, and the parameter must have the same version as when backward began.
 
     Args:
         names: the parameters' names, for errors.
@@ -51,11 +50,7 @@ class UsersHooks:
         self._handles: dict[int, Any] = {}
 
     def look(self, ours: str) -> None:
-        """Find the parameters that have users' hooks now.
-
-        Args:
-            ours: the name of the module that defines the reducer's own hooks.
-        """
+        """Find the parameters that have users' hooks now. `ours` is the module that defines the reducer's own hooks."""
         self.indices = [
             index
             for index, parameter in enumerate(self._parameters)
@@ -64,7 +59,7 @@ class UsersHooks:
         self._hook(self.indices)
 
     def find_nodes_again(self) -> None:
-        """Hook the parameters' nodes again. Call this method if parameters have other nodes in autograd's graph now."""
+        """Hook the parameters' nodes again, because they may be other nodes now."""
         hooked = list(self._handles)
         self.close()
         self._hook(hooked)
@@ -78,8 +73,8 @@ class UsersHooks:
     def begin(self) -> None:
         """Record the parameters' versions at the beginning of a reduced backward.
 
-        Hooks on the first gradient may have run before this call. An optimizer's step in such a hook is detected only if the
-        hook also drops the gradient.
+        Hooks on the first gradient may have run before. There, an optimizer's step is detected only if the hook also drops the
+        gradient.
         """
         self._versions = {index: version_of(self._parameters[index]) for index in self.indices}
 

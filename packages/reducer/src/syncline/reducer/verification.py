@@ -42,15 +42,14 @@ def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tens
 
     Args:
         names: one name for each parameter, for errors.
-        parameters: the tensors to compare, in order of definition. Errors call a tensor a buffer if it is not a
-            `torch.nn.Parameter`.
+        parameters: the tensors to compare. Errors call a tensor a buffer if it is not a `torch.nn.Parameter`.
         group: the group whose ranks are compared.
 
     Cost: an all_reduce of 16 bytes. If ranks differ, also two broadcasts of a description, and an all-gather of a byte.
 
     Raises:
-        DisagreementError: on every rank, if the parameters differ between ranks. The text describes the first parameter that
-            differs, on rank 0 and on the first rank that differs from rank 0.
+        DisagreementError: on every rank, if the parameters differ. The text describes the first different parameter, on rank 0
+            and on the first rank that differs from rank 0.
     """
     described = {name: _describe(parameter) for name, parameter in zip(names, parameters, strict=True)}
     difference = _find_difference(list(described.items()), group)
@@ -65,16 +64,14 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
     """Check that all ranks have the same options. Every rank of the group calls this function.
 
     Args:
-        options: a value for each name. Errors show these names, so use the names of the user's arguments. Values are numbers,
-            strings, None, or sequences of such values.
+        options: a value for each name of the user's arguments. Values are numbers, strings, None, or sequences of such values.
         group: the group whose ranks are compared.
 
     Cost: the cost of `verify_same_parameters`.
 
     Raises:
-        DisagreementError: on every rank, if the options differ between ranks. The text names these options, and their values on
-            rank 0 and on the first rank that differs from rank 0. Also raised if a rank has refused its model (see
-            `telling_the_others`); then the text says why.
+        DisagreementError: on every rank, if the options differ, or if a rank has refused its model (see `telling_the_others`).
+            The text names the different options with their values on two ranks, or the reason of the refusal.
     """
     difference = _find_difference(options, group)
     if difference is None:
@@ -102,7 +99,7 @@ def telling_the_others(group: ProcessGroup) -> Iterator[None]:
     this context, the other ranks would wait.
 
     Raises:
-        MisuseError: the error of the checks, after the other ranks were told, or after the group's timeout.
+        MisuseError: the error of the checks.
     """
     try:
         yield

@@ -7,7 +7,7 @@ import math
 
 
 def seconds(text: str) -> float:
-    """Convert an option's text to a number of seconds. The number must be finite and above 0.
+    """Convert an option's text to a number of seconds.
 
     Raises:
         argparse.ArgumentTypeError: the text is not a finite number above 0.

@@ -1,4 +1,4 @@
-"""Helpers for tests of distributed code: run ranks as threads, check a new backend, and run pytest under mpirun."""
+"""Helpers for tests of distributed code: ranks as threads, checks of a backend, and pytest under mpirun."""
 
 from .conformance import CHECKS, Check, run_conformance
 from .mpi_version import skip_mpi

@@ -1,4 +1,4 @@
-"""Skip tests on MPI versions that have a known bug. A text such as "openmpi<5.0.0" names these versions."""
+"""Skip tests on MPI versions that have a known bug."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def mpi_matches(predicate: str, name: str, version: tuple[int, ...]) -> bool:
     """Return whether an MPI library fits a predicate such as "openmpi<5.0.0".
 
     Args:
-        predicate: the name of a library, and conditions on its version: "openmpi", "Open MPI<5.0.0", "mpich>=4.1,<4.2". All
-            conditions must hold. Upper case, lower case and spaces in the name do not matter.
+        predicate: the name of a library and conditions on its version, which must all hold, such as "mpich>=4.1,<4.2". Case and
+            spaces in the name do not matter.
         name: the library's name, from `mpi4py.MPI.get_vendor`.
         version: the library's version, from `mpi4py.MPI.get_vendor`.
 
@@ -50,9 +50,7 @@ def mpi_matches(predicate: str, name: str, version: tuple[int, ...]) -> bool:
 
 
 def skip_mpi(predicate: str, reason: str) -> pytest.MarkDecorator:
-    """Return a pytest mark that skips a test if the job runs on an MPI library with a known bug.
-
-    Without MPI, the mark does not skip the test.
+    """Return a pytest mark that skips a test on an MPI library with a known bug. Without MPI, the test runs.
 
     Args:
         predicate: the library and the versions that have the bug, such as "openmpi<5.0.0"; see `mpi_matches`.

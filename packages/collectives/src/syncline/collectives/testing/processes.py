@@ -1,4 +1,4 @@
-"""Run the ranks of a test as processes, without a launcher such as mpirun. The ranks can meet in a folder that they share."""
+"""Run the ranks of a test as processes, without a launcher such as mpirun."""
 
 from __future__ import annotations
 
@@ -29,27 +29,18 @@ def run_processes(
 ) -> None:
     """Run `python SCRIPT RANK WORLD_SIZE FOLDER` for every rank, and wait for all ranks.
 
-    In each rank, `sys.path` has the folder of the script, and then the entries of the caller's `sys.path`.
-
-    The first call starts a server process (`rank_server`), which loads torch. The ranks of all calls are forks of this server.
-    Because the ranks are forks, they differ from ranks of a launcher in two ways:
-
-    - Python and torch read some environment variables (PYTHON*, OMP_*, MKL_*) only once, when the server starts. If you change
-      these variables after the first call, later calls ignore the change.
-    - All ranks use the same seed for `hash`. So if the ranks depend on the order of a set of strings, they may work here and
-      fail under a launcher.
+    The ranks are forks of a server process, which the first call starts and which loads torch once. So changes of the variables
+    PYTHON*, OMP_* and MKL_* after the first call have no effect. All ranks use the same seed for `hash`.
 
     Args:
-        script: the script that each rank runs.
+        script: the script that each rank runs. `sys.path` begins with the script's folder, followed by the caller's entries.
         world_size: the number of ranks.
         folder: a folder in which the ranks can meet (`init_method="file://FOLDER"`) and write results. The output of rank R is
-            in the file `output-R` in this folder.
+            in its file `output-R`.
         timeout_s: time limit of all ranks together, in seconds. At the limit, each rank that still runs prints the stacks of
             its threads and is killed. Then this function prints the output of all ranks.
         killed: the ranks that a signal must kill. All other ranks must exit with status 0.
-        preload: modules that the server imports before it forks the ranks. These modules stay imported for later calls. For
-            example, the first torch optimizer of a process imports `torch._dynamo`. Preload `torch._dynamo` to save this second
-            in each rank.
+        preload: modules that the server imports before it forks the ranks, also for later calls.
 
     Raises:
         AssertionError: a rank did not end as expected, and the message has the output of all ranks. Or the server ended.
@@ -78,11 +69,9 @@ def run_processes(
 
 
 class _RankServer:
-    """The server process, which forks ranks. The method `run` starts the server if there is none.
+    """The server process, which forks ranks. `run` starts the server if there is none.
 
-    The server and its ranks are one process group. Only one thread at a time can call `run`. If that thread stops waiting,
-    because of a signal, an error or the end of its process, the server and its ranks are killed. A forked child of the process
-    that started the server leaves this server alone, and starts another server when it calls `run`.
+    Only one thread at a time can call `run`. If this thread stops waiting, the server and its ranks are killed.
     """
 
     def __init__(self) -> None:
@@ -115,7 +104,6 @@ class _RankServer:
                 raise
 
     def kill(self) -> None:
-        """Kill the server and all ranks."""
         with self._lock:
             process, self._process = self._process, None
             if process is None or self._owner != os.getpid():

@@ -4,15 +4,15 @@
 
     mpiexec -n 4 python -m pytest -m mpi -p syncline.collectives.testing.pytest_plugin -p no:cacheprovider FOLDER
 
-1. A test that fails on one rank fails on all ranks. Rank 0 prints the failure, with the error messages of all ranks that
-   failed. The other ranks print nothing. All ranks end with the same exit status.
-2. A test may fail on one rank while the other ranks wait for this rank in a collective. Then the ranks cannot compare their
-   outcomes: the failed rank waits for `mpi_patience_s` seconds, prints its failure, and ends the job.
+1. A test that fails on one rank fails on all ranks. Only rank 0 prints, with the error messages of all ranks that failed. All
+   ranks end with the same exit status.
+2. If a test fails on one rank while the other ranks wait for it in a collective, the failed rank waits for `mpi_patience_s`
+   seconds, prints its failure, and ends the job.
 3. If a test takes longer than `mpi_limit_s` seconds on a rank, this rank prints the stacks of its threads, and ends the job.
 4. Outside mpirun, tests with the mark `mpi` are skipped.
 
-Fixtures: `mpi_group` is a group over backend "mpi". Tests share this group; after a test has failed, the next test gets a new
-group. `world` is the default group over backend "mpi". Each test that uses `world` gets a new default group.
+Fixtures: `mpi_group` is a group over backend "mpi", which tests share. `world` is a new default group over backend "mpi" for
+each test.
 """
 
 from __future__ import annotations
@@ -42,11 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Under mpirun, start MPI together with the other ranks, and register a `RankPlugin`.
-
-    On all ranks except rank 0, the `RankPlugin` replaces pytest's terminal reporter. So this hook runs last (`trylast`), when
-    the reporter exists.
-    """
+    """Under mpirun, start MPI together with the other ranks, and register a `RankPlugin`."""
     config.addinivalue_line("markers", "mpi: needs mpirun; runs under N ranks")
     if _mpi_launch() is None:
         return
@@ -54,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if lack is not None:
         raise pytest.UsageError(f"tests under mpirun: {lack}")
     start_mpi(_START_S)
+    # `trylast`: pytest's terminal reporter exists now. On ranks above 0, `RankPlugin` replaces it.
     plugin = RankPlugin(config, float(config.getini("mpi_limit_s")), float(config.getini("mpi_patience_s")))
     config.pluginmanager.register(plugin, _RANK_PLUGIN)
 
@@ -69,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def mpi_group(request: pytest.FixtureRequest) -> ProcessGroup:
-    """Return a group of all ranks over backend "mpi". This group is not the default group.
+    """Return a group of all ranks over backend "mpi", which is not the default group.
 
     All tests of the session share the group. After a test has failed, the next test gets a new group.
     """

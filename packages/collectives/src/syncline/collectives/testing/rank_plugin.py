@@ -1,7 +1,4 @@
-"""The part of the pytest plugin that runs only under mpirun.
-
-A test that fails on one rank fails on all ranks. Only rank 0 prints the results. If a test hangs, the job ends.
-"""
+"""The part of the pytest plugin `pytest_plugin` that runs only under mpirun."""
 
 from __future__ import annotations
 
@@ -30,10 +27,7 @@ T = TypeVar("T")
 
 
 class Agreement:
-    """Exchanges small objects between all ranks of the MPI job.
-
-    An `Agreement` uses mpi4py and not Syncline's collectives, because the tests may break those collectives.
-    """
+    """Exchanges small objects between all ranks, by mpi4py, because tests may break Syncline's collectives."""
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -46,8 +40,7 @@ class Agreement:
         """Return the values of all ranks, in the order of the ranks. All ranks must call this method.
 
         Raises:
-            TimeoutError: not all ranks called this method in time. The caller must end the job, because MPI cannot cancel the
-                exchange.
+            TimeoutError: not all ranks called this method in time. The caller must end the job.
         """
         payload = pickle.dumps(value)
         lengths = bytearray(8 * self.size)
@@ -100,12 +93,9 @@ class RankOutcome:
 
 
 def combined(rank_outcomes: list[RankOutcome]) -> str | None:
-    """Compare the outcomes of one phase of a test, and return the error message for all ranks.
+    """Compare the outcomes of one phase of a test on all ranks, and return the error message for all ranks.
 
     Return None if all ranks passed the phase, or if all ranks skipped the phase.
-
-    Args:
-        rank_outcomes: the outcomes of this phase on all ranks, in the order of the ranks.
     """
     outcomes = {rank_outcome.outcome for rank_outcome in rank_outcomes}
     if len(outcomes) == 1 and "failed" not in outcomes:
@@ -127,8 +117,7 @@ class RankPlugin:
     Args:
         config: pytest's configuration.
         limit_s: the time limit of one test on one rank, in seconds.
-        patience_s: how many seconds a rank waits for the other ranks in two cases: after a test has failed on this rank, and at
-            the end of the session.
+        patience_s: how many seconds a rank waits for the other ranks after a failed test, and at the end of the session.
     """
 
     def __init__(self, config: pytest.Config, limit_s: float, patience_s: float) -> None:
@@ -147,10 +136,7 @@ class RankPlugin:
 
     @property
     def collective_limit_s(self) -> float:
-        """The time limit of one collective, in seconds.
-
-        This limit is shorter than a test's limit, so the collective fails before the watchdog acts.
-        """
+        """The time limit of one collective, in seconds. A collective fails before the time limit of its test."""
         return self._limit_s / 2
 
     def group(self, connect: Callable[[], ProcessGroup]) -> ProcessGroup:
@@ -180,10 +166,7 @@ class RankPlugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Let a phase of a test (setup, call or teardown) fail on all ranks if the outcome differs or one rank failed.
-
-        pytest calls this hook before it decides whether to run the next phase. So all ranks take the same decision.
-        """
+        """Let a phase of a test (setup, call or teardown) fail on all ranks if the outcome differs or one rank failed."""
         report = yield
         mine = RankOutcome(f"{report.when} of {item.nodeid}", report.outcome, "" if report.passed else _text(report))
         rank_outcomes = self._agree(mine)
@@ -206,7 +189,7 @@ class RankPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        """Wait until rank 0 has printed its summary, because the launcher ends the job when a rank exits with a failure."""
+        """Wait until rank 0 has printed its summary: when a rank exits with a failure, the launcher ends the job."""
         self._exchange(None, "the exit", self._patience_s)
 
     # ---- agreeing ----
@@ -221,7 +204,7 @@ class RankPlugin:
     def _exchange(self, value: T, place: str, patience_s: float, words: str = "") -> list[T]:
         """Return the values of all ranks.
 
-        All ranks must call this method within `patience_s` seconds, with the same `place`. Otherwise this method ends the job.
+        End the job unless all ranks call this method within `patience_s` seconds, with the same `place`.
         """
         try:
             everyone: list[tuple[str, T]] = self._agreement.exchange((place, value), CancelScope(patience_s))
@@ -272,11 +255,11 @@ _LAST_RESORT_S = 5.0
 
 
 class Watchdog:
-    """Ends the job at a time limit. First, the watchdog prints the name of this rank and the stacks of the rank's threads.
+    """At a time limit, prints the stacks of this rank's threads and ends the job.
 
     Args:
         who: the name of this rank, for messages.
-        stderr: a file descriptor of the real standard error, which pytest does not capture.
+        stderr: a file descriptor that pytest does not capture.
         end_job: ends all ranks.
     """
 

@@ -1,12 +1,8 @@
 """A process that loads torch once, and then forks ranks. A new process for each rank would need seconds to load torch.
 
 `run_processes` starts this process. Each line of the standard input is a job, as JSON. For each job, the process writes one
-line to the standard output, with the exit statuses of the ranks. The process runs one job at a time, and ends when its input
-ends.
-
-The process has only one thread and computes nothing, so it can fork safely. A rank runs the job's script as the main module,
-with the job's arguments, environment and folder. Then the rank ends like any Python process. A rank differs from a new process
-in two ways: all ranks use the same seed for `hash`, and torch and numpy have already read their environment variables.
+line to the standard output, with the exit statuses of the ranks. It ends when its input ends. It has only one thread, so it can
+fork safely.
 """
 
 from __future__ import annotations

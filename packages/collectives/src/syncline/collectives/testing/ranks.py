@@ -1,4 +1,4 @@
-"""Run the ranks of a test as threads of this process. Each rank calls the same function with its own group object."""
+"""Run the ranks of a test as threads of this process."""
 
 from __future__ import annotations
 
@@ -22,22 +22,20 @@ def run_ranks(world_size: int, body: Callable[..., T], *args: Any, timeout_s: fl
     """Run `body(group, *args)` on every rank of a new group. Each rank has its own thread.
 
     When one rank raises an error, the group is aborted, so that the other ranks end, too. Then `run_ranks` raises this first
-    error, with a note that names the rank. Later errors are dropped, because the abort causes them.
+    error, with a note that names the rank.
 
     Args:
         world_size: the number of ranks.
-        body: called with the rank's group, then `args`. All ranks share the process, so give each rank its own tensors
-            and models.
+        body: called with the rank's group, then `args`. All ranks share the process, so give each rank its own tensors and
+            models.
         args: more arguments of `body`; every rank gets the same objects.
-        timeout_s: time limit of the whole run, in seconds. A collective has nine tenths of this limit. So if some ranks do not
-            call a collective, the collective fails before the run, with an error that names these ranks.
+        timeout_s: time limit of the whole run, in seconds. A collective has nine tenths of this limit.
 
     Returns:
         The results of the body, in the order of the ranks.
 
     Raises:
-        TimeoutError: a rank did not return in time. The message has the rank's stack. Python cannot end the rank's thread, so
-            the thread goes on.
+        TimeoutError: a rank did not return in time. The message has the rank's stack. The rank's thread goes on.
     """
     groups = create_groups(world_size, name="ranks", timeout_s=0.9 * timeout_s)
     ranks = _Ranks([_Rank(group, body, args) for group in groups])

@@ -7,9 +7,8 @@ Each check takes a function that opens another handle (a `Store` object) of the 
         server = MyServer()
         check(lambda: MyStore(server.address))
 
-If the handle itself holds the keys and values (for threads of one process), the function returns the same object each time. A
-check fails with an AssertionError that shows the expected and the found value. No check measures time: the checks look only at
-the order of events, and at whether a time limit ends a call.
+If the handle itself holds the keys and values, the function returns the same object each time. A check fails with an
+AssertionError.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def values_are_bytes_and_the_last_one_counts(open_store: OpenStore) -> None:
 
 
 def keys_are_any_text(open_store: OpenStore) -> None:
-    """Check keys with slashes, spaces, other alphabets and 1000 letters. Different keys must keep different values."""
+    """Check keys with slashes, spaces, other alphabets and 1000 letters."""
     writer, reader = open_store(), open_store()
     keys = ["a", "a/b", "a//b", "../a", "A", " a ", "schlüssel", "鍵", "k" * 1000]
     for key in keys:
@@ -73,7 +72,7 @@ def add_counts_in_decimal_text(open_store: OpenStore) -> None:
 
 
 def add_to_text_is_refused_and_changes_nothing(open_store: OpenStore) -> None:
-    """Check that `add` raises an error if the value is not a number, and does not change this value."""
+    """Check that `add` raises an error if the value is not a number, and does not change it."""
     store = open_store()
     store.set("text", "not a number")
     _expect_error(SynclineError, lambda: store.add("text", 1), "add to a text")
@@ -81,10 +80,7 @@ def add_to_text_is_refused_and_changes_nothing(open_store: OpenStore) -> None:
 
 
 def check_asks_for_all_keys_and_does_not_wait(open_store: OpenStore) -> None:
-    """Check that `check` returns True only if every key exists, and that `check` does not wait for keys.
-
-    The handle's time limit is one hour, so a `check` that waits for a key would block the test.
-    """
+    """Check that `check` returns whether every key exists, and does not wait."""
     store = open_store()
     store.set_timeout(3600)
     _expect(store.check(["a"]), False, "check of an absent key")
@@ -97,7 +93,7 @@ def check_asks_for_all_keys_and_does_not_wait(open_store: OpenStore) -> None:
 
 
 def compare_set_answers_as_torch_does(open_store: OpenStore) -> None:
-    """Check all five cases of `compare_set`. A value is stored in only two of these cases."""
+    """Check all five cases of `compare_set`."""
     store, reader = open_store(), open_store()
     _expect(store.compare_set("key", "guess", "new"), b"guess", "absent key, some value expected: the expectation")
     _expect(reader.check(["key"]), False, "nothing was stored by that")
@@ -111,7 +107,7 @@ def compare_set_answers_as_torch_does(open_store: OpenStore) -> None:
 
 
 def delete_key_says_whether_it_was_there(open_store: OpenStore) -> None:
-    """Check that a deleted key is gone for every handle, and can be set again. `num_keys` must return the right number."""
+    """Check that a deleted key is gone for every handle, and can be set again."""
     store, other = open_store(), open_store()
     before = store.num_keys()
     store.set("a", "1")
@@ -144,7 +140,7 @@ def a_key_that_never_comes_is_named(open_store: OpenStore) -> None:
 
 
 def the_limit_of_the_handle_is_honoured(open_store: OpenStore) -> None:
-    """Check that `set_timeout` sets the time limit of `get` and `wait`. The limit may be a number of seconds or a timedelta."""
+    """Check that `set_timeout` sets the time limit of `get` and `wait`, in seconds or as a timedelta."""
     store = open_store()
     for limit in (SHORT_S, timedelta(seconds=SHORT_S)):
         store.set_timeout(limit)
@@ -159,7 +155,7 @@ def the_limit_of_the_handle_is_honoured(open_store: OpenStore) -> None:
 
 
 def the_limit_of_a_call_comes_before_that_of_the_handle(open_store: OpenStore) -> None:
-    """Check that a time limit of one call replaces the handle's limit. The call's limit may be longer or shorter."""
+    """Check that a time limit of one call replaces the handle's limit."""
     patient, hasty, writer = open_store(), open_store(), open_store()
     patient.set_timeout(SHORT_S)
     with ThreadPoolExecutor(2) as pool:
@@ -172,7 +168,7 @@ def the_limit_of_a_call_comes_before_that_of_the_handle(open_store: OpenStore) -
 
 
 def a_wait_ends_when_the_last_key_comes(open_store: OpenStore) -> None:
-    """Check that a wait for several keys ends when the last of these keys is set, and not earlier."""
+    """Check that a wait for several keys ends when the last key is set."""
     waiter, writer = open_store(), open_store()
     log: list[str] = []
 
@@ -192,7 +188,7 @@ def a_wait_ends_when_the_last_key_comes(open_store: OpenStore) -> None:
 
 
 def one_that_waits_holds_up_nobody(open_store: OpenStore) -> None:
-    """Check that a waiting call blocks neither other handles, nor other threads that use the same handle."""
+    """Check that a waiting call blocks no other handle, and no other thread of the same handle."""
     store, other = open_store(), open_store()
     with ThreadPoolExecutor(THREADS) as pool:
         waiting = [pool.submit(store.get, f"gate {i}", LONG_S) for i in range(THREADS)]
@@ -206,7 +202,7 @@ def one_that_waits_holds_up_nobody(open_store: OpenStore) -> None:
 
 
 def every_add_counts_once(open_store: OpenStore) -> None:
-    """Check that several threads can call `add` at the same time: no two calls return the same sum."""
+    """Check that concurrent calls of `add` never return the same sum."""
 
     def count(_: int) -> list[int]:
         store = open_store()
@@ -217,7 +213,7 @@ def every_add_counts_once(open_store: OpenStore) -> None:
 
 
 def threads_may_share_a_handle(open_store: OpenStore) -> None:
-    """Check that threads can share a handle: no `add` is lost or counted twice, and the counter never decreases."""
+    """Check that threads can share a handle: no `add` is lost or counted twice."""
     store = open_store()
 
     def use(rank: int) -> list[int]:
@@ -234,7 +230,7 @@ def threads_may_share_a_handle(open_store: OpenStore) -> None:
 
 
 def compare_set_lets_one_win(open_store: OpenStore) -> None:
-    """Let several threads increase a counter with `compare_set`. Check that exactly one thread makes each step."""
+    """Check that exactly one of several threads makes each step of a counter with `compare_set`."""
 
     def advance(rank: int) -> list[int]:
         store = open_store()
@@ -253,7 +249,7 @@ def compare_set_lets_one_win(open_store: OpenStore) -> None:
 
 
 def all_meet_all(open_store: OpenStore) -> None:
-    """Check several rounds. In each round, every thread sets one key, and waits for the keys of all threads."""
+    """Check rounds in which every thread sets one key, and waits for the keys of all threads."""
 
     def meet(rank: int) -> list[list[bytes]]:
         store = open_store()
@@ -283,7 +279,7 @@ def a_clone_has_a_limit_of_its_own(open_store: OpenStore) -> None:
 
 
 def wrong_arguments_are_refused(open_store: OpenStore) -> None:
-    """Check that wrong types raise an error: one key in place of a list, an int as a value, and bytes as a key."""
+    """Check that wrong types are refused: one key in place of a list, an int as a value, and bytes as a key."""
     store = open_store()
     _expect_error(InvalidArgumentError, lambda: store.check("abc"), "check('abc')")
     _expect_error(InvalidArgumentError, lambda: store.wait("abc", SHORT_S), "wait('abc')")

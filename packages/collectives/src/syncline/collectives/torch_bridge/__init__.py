@@ -1,1 +1,1 @@
-"""Use our groups in torch.distributed (see `registration`), and torch's groups as our groups (see `torch_group`)."""
+"""Syncline's groups in torch.distributed (see `registration`), and torch's groups in Syncline (see `torch_group`)."""

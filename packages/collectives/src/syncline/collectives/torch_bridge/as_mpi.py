@@ -1,8 +1,4 @@
-"""Our MPI backend under torch's name "mpi", for libraries that accept only the names of torch's own backends.
-
-torch makes a group of backend "mpi" with `ProcessGroupMPI.create`. But only a torch that was built with MPI has this
-class, and torch's wheels are built without MPI. So `init_as_mpi` adds a class with the name `ProcessGroupMPI` to torch.
-"""
+"""Syncline's MPI backend under torch's name "mpi", for libraries that accept only the names of torch's own backends."""
 
 from __future__ import annotations
 
@@ -28,11 +24,10 @@ NAME = "mpi"
 
 
 def init_as_mpi(timeout: timedelta | float | None = None) -> None:
-    """Initialise torch.distributed with our MPI backend, under the name of torch's own backend "mpi".
+    """Initialise torch.distributed with Syncline's MPI backend, under the name of torch's own backend "mpi".
 
-    Start the ranks with mpirun or srun. All ranks call this function. Without a launcher, the group has one rank.
-
-    After this call `is_mpi_available()` of torch is true, and `new_group` of torch also makes groups of our MPI backend.
+    Start the ranks with mpirun or srun. All ranks call this function. Without a launcher, the group has one rank. After this
+    call, torch's `is_mpi_available()` is true, and torch's `new_group` also makes groups of Syncline's MPI backend.
 
     Args:
         timeout: the time limit of each collective, in seconds or as a timedelta; None takes torch's 30 minutes.

@@ -1,4 +1,4 @@
-"""CallIssuer turns calls of torch into collectives of our group, and our works into works of torch."""
+"""Turn calls of torch into collectives of a Syncline group."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def reduction_of(options: Any) -> Reduction:
 
 
 def word(reduction: Reduction) -> str | None:
-    """Return the name that torch's functional operators have for a reduction, such as "sum". None if there is no name."""
+    """Return the name that torch's functional operators have for a reduction, such as "sum", or None."""
     return reduction.value if isinstance(reduction, ReduceOp) else None
 
 
@@ -49,7 +49,7 @@ def root_of(options: Any) -> int:
 
 
 def check_first_device(options: Any, tensors: Sequence[torch.Tensor], call: str) -> None:
-    """Check torch's option `rootTensor`: the index of the root's tensor among the tensors that the root passes.
+    """Check torch's option `rootTensor`, the index of the root's tensor among `tensors`.
 
     Raises:
         InvalidArgumentError: `tensors` has no such index.
@@ -67,7 +67,7 @@ def time_limit_s(timeout: timedelta | None) -> float | None:
 
 
 def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors of a call as a list. torch's groups take one tensor, or a list with one tensor for each device."""
+    """Return the tensor or tensors of a call as a list."""
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
@@ -84,10 +84,7 @@ def some(tensors: Any, call: str) -> list[Any]:
 
 
 def only(tensors: Any, what: str) -> Any:
-    """Return the only entry of a list.
-
-    In torch's groups, a list may have one entry for each device of a process. In our groups, only one device of each process
-    takes part in a call.
+    """Return the only entry of a list, because a Syncline process takes part with one device only.
 
     Raises:
         InvalidArgumentError: the list has more than one entry, or is empty.
@@ -98,14 +95,12 @@ def only(tensors: Any, what: str) -> Any:
 
 
 class TorchSideWork(dist.Work):
-    """One of our works as a torch work.
-
-    C++ calls only `wait` and `get_future`; Python also calls the other methods.
+    """One of Syncline's works as a work of torch.
 
     Args:
-        ours: our work.
+        ours: Syncline's work.
         timeout_s: the time limit of `wait` without an argument, in seconds. None means the group's limit.
-        on_asked: a function that is called once, with this object, before the first `wait` or `get_future`.
+        on_asked: called once, with this object, before the first `wait` or `get_future`.
     """
 
     def __init__(
@@ -128,7 +123,7 @@ class TorchSideWork(dist.Work):
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Call `wait`, which on CUDA makes the current stream wait for the collective."""
+        """Call `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -177,7 +172,7 @@ class TorchSideWork(dist.Work):
 
 
 class CoalescedWork(Work):
-    """One work of ours for several collectives that torch calls in a batch (coalesced)."""
+    """One work for several collectives that torch calls in a batch (coalesced)."""
 
     def __init__(self, works: list[Work]) -> None:
         self._works = works
@@ -220,21 +215,19 @@ _FINISHED = TorchSideWork(FinishedWork([]))
 
 
 class CallIssuer(dist.ProcessGroup):
-    """Issues collectives on our group `syncline_group`, and returns works to torch.
+    """Issues collectives on the Syncline group `syncline_group`, and returns works to torch.
 
     Note [A work that only C++ holds]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     Within `join(divide_by_initial_world_size=False)`, torch's DDP passes the work of an all-reduce of one number to its
-    reducer, which waits for the work in backward. Then no Python code holds the work. C++ keeps only the C++ half of the work,
-    and the `wait` of this half would never return. So the group keeps a reference to the latest works of all-reduces of one
-    number.
+    reducer, which waits for the work in backward. C++ keeps only the C++ half of this work, whose `wait` would never return. So
+    the group keeps a reference to the latest works of all-reduces of one number.
 
-    In torch 2.6, C++ keeps only the C++ half of every work, and may wait for a work long after the call. So with torch 2.6 the
-    group keeps each work until C++ or Python waits for the work or asks for its future. C++ may first wait for a work and then
-    ask for its future, or the reverse. So the group keeps the latest of these works a little longer.
+    torch 2.6 keeps only the C++ half of every work, and may wait for it long after the call. So there the group keeps each work
+    until C++ or Python waits for it or asks for its future, and a little longer, because C++ may do both.
 
     Args:
-        ours: our group, which becomes `syncline_group`.
+        ours: the Syncline group, which becomes `syncline_group`.
         backend_name: the name under which torch knows the backend.
     """
 

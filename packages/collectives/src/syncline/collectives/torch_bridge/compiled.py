@@ -1,17 +1,15 @@
-"""Kernels for three operators of compiled programs. Torch's own kernels of these operators do not reach a group in Python.
+"""Kernels for three operators of compiled programs. torch's own kernels of these operators do not reach a group in Python.
 
-torch.compile turns collectives into functional operators. Most of these operators reach our groups. But three operators call
-the group's C++ backend, which our groups do not have. Two of the three write into a given tensor: torch.compile uses them when
-it puts the collectives of FSDP into buckets. The third operator is for batches of sends and receives. For these three operators
-we register our own kernels in place of torch's kernels.
+torch.compile turns collectives into functional operators. Three of them call the group's C++ backend, which Syncline's groups
+do not have. Two of these write into a given tensor, for the buckets of FSDP; the third is for batches of sends and receives.
 
 Note [Kernels of torch and the GIL]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A kernel of torch that is called from Python (`call_boxed`) keeps the GIL. If the kernel puts a collective into the queue of a
-Gloo group, the kernel waits for the queue's lock. The queue's thread may hold this lock while it drops a tensor that Python has
-seen. Dropping such a tensor needs the GIL, so both threads wait for ever. So two of our kernels also serve torch's groups. They
-call a method of the group, and the method releases the GIL. Sends and receives do not go through the queue, so batches of
-them on torch's groups still go to torch's kernel.
+A kernel of torch that is called from Python (`call_boxed`) keeps the GIL. If it puts a collective into the queue of a Gloo
+group, it waits for the queue's lock. The queue's thread may hold this lock while it drops a tensor that Python has seen, which
+needs the GIL. Then both threads wait for ever. So two of our kernels also serve torch's groups. They call a method of the
+group, which releases the GIL. Sends and receives do not use the queue, so batches of them on torch's groups still go to torch's
+kernel.
 """
 
 from __future__ import annotations
@@ -32,10 +30,10 @@ _served: dict[str, torch.library.Library] = {}
 
 
 def serve(device_types: frozenset[str]) -> None:
-    """Register our kernels of the three operators, for tensors on these types of device. A second call for a type does nothing.
+    """Register Syncline's kernels of the three operators, for these types of device. A second call for a type does nothing.
 
-    If torch.library has no `get_kernel`, torch's own kernels stay. On our groups, torch's kernels raise the error that the
-    group has no backend.
+    If torch.library has no `get_kernel`, torch's own kernels stay. On Syncline's groups they raise the error that the group has
+    no backend.
     """
     for device in device_types - _served.keys():
         if not hasattr(torch.library, "get_kernel"):
@@ -72,8 +70,7 @@ def _reduce_scatter_tensor_out(group: Any, tensor: torch.Tensor, word: str, _: i
 def _apart(tensor: torch.Tensor, out: torch.Tensor, group: Any) -> torch.Tensor:
     """Return `tensor`. If the smaller tensor is in the larger tensor's memory, but is not this rank's part, return a copy.
 
-    torch.compile caches compiled programs on disk. So this rank may run a program that another rank has compiled. This program
-    uses the other rank's part of the larger tensor.
+    torch.compile caches programs on disk, so this rank may run a program that was compiled for another rank's part.
     """
     part, block = (tensor, out) if tensor.numel() < out.numel() else (out, tensor)
     return tensor if checks.not_own_part(part, block, group.rank()) is None else tensor.clone()

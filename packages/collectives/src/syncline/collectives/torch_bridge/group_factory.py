@@ -1,4 +1,4 @@
-"""Make groups of torch.distributed that run on groups of ours."""
+"""Make groups of torch.distributed that run on Syncline's groups."""
 
 from __future__ import annotations
 
@@ -36,23 +36,17 @@ _excepthooks = (sys.excepthook, sys.excepthook)
 
 
 def share_default_group() -> None:
-    """Make our default group the default group of torch.distributed, for libraries that ask torch.distributed for the rank.
+    """Make Syncline's default group the default group of torch.distributed, for libraries that use torch.distributed.
 
-    Call this function after our `init_process_group`. From then on `torch.distributed.is_initialized()` is true. torch's
-    `get_rank()` and torch's collectives use our group. torch makes new groups from our group.
-    `torch.distributed.destroy_process_group()` does not close our group. But if the caller is handling an exception,
-    `destroy_process_group()` aborts our group.
+    All ranks must call this function, after Syncline's `init_process_group`. torch makes new groups from this group. torch's
+    `destroy_process_group()` does not close it, but aborts it while the caller handles an exception.
 
     If `Elastic` or `hvd.elastic` makes a new default group, torch.distributed gets the new group, too. Then all other groups of
-    torch.distributed are destroyed, and the program must make these groups again. A newcomer (a process that joins the job
-    later) also calls this function.
-
-    All ranks must call this function, because it makes a store for torch. If the ranks of our group met in a store, torch uses
-    the same store, with a prefix for its keys. Otherwise torch gets a `GroupStore` over a new group of the same ranks (or a
-    HashStore if there is only one rank).
+    torch.distributed are destroyed, and the program must make them again. A newcomer (a process that joins the job later) also
+    calls this function.
 
     Raises:
-        NotInitializedError: we have no default group.
+        NotInitializedError: Syncline has no default group.
         MisuseError: torch.distributed has a default group already.
     """
     ours = get_default_group()
@@ -66,7 +60,7 @@ def share_default_group() -> None:
 
 
 def _renew(ours: ProcessGroup) -> None:
-    """If torch.distributed uses our old default group, give it our new default group. All ranks call this function."""
+    """If torch.distributed uses the old default group, give it the new default group. All ranks call this function."""
     global _is_unfinished
     world = dist.group.WORLD
     if not _is_unfinished and not (isinstance(world, TorchProcessGroup) and world.is_shared):
@@ -103,10 +97,10 @@ def create(torch_name: str, backend: str | None, devices: list[str], options: An
 
     Args:
         torch_name: the name under which the backend is registered with torch.
-        backend: our name of the backend; None chooses one for each device.
+        backend: Syncline's name of the backend; None chooses one for each device.
         devices: the devices that were registered with torch for the backend.
         options: torch's `DistributedBackendOptions`.
-        pg_options: the argument `pg_options` that a script passed to torch's `init_process_group` or `new_group`.
+        pg_options: the argument `pg_options` of torch's `init_process_group` or `new_group`.
 
     Raises:
         InvalidArgumentError: `pg_options` were given, or torch asks for a device that the backend does not serve.
@@ -139,7 +133,7 @@ def _forget(torch_name: str) -> None:
 
 
 def _has_all(members: list[int], torch_name: str) -> bool:
-    """Whether a new group has all ranks, and is the first group of its backend. If so, its ranks are not connected yet."""
+    """Whether a new group has all ranks, and is the first group of its backend."""
     return torch_name not in _everybody and members == list(range(dist.get_world_size()))
 
 
@@ -222,7 +216,7 @@ def _check_device(torch_name: str, devices: list[str], options: Any, ours: Proce
 
 
 def _device_asked_for(store: dist.Store) -> str | None:
-    """The device for which torch makes the group, from the prefix of the store's keys; None if the device is unknown."""
+    """The device for which torch makes the group, from the prefix of the store's keys; None if unknown."""
     parent = getattr(store, "underlying_store", None)
     if parent is None:
         return None

@@ -1,4 +1,4 @@
-"""Importing this module registers our backends with torch.distributed. `monitored_barrier` takes groups of torch."""
+"""Registers Syncline's backends with torch.distributed when imported. `monitored_barrier` takes groups of torch."""
 
 from __future__ import annotations
 
@@ -50,11 +50,7 @@ def register() -> None:
 
 
 def check_torch(version: str, *, is_available: bool) -> None:
-    """Raise an error if torch is too old for our groups, or has no torch.distributed.
-
-    Args:
-        version: torch's version.
-        is_available: whether this torch has torch.distributed.
+    """Check this version of torch, and that torch has torch.distributed.
 
     Raises:
         BackendUnavailableError: torch is too old, or was built without torch.distributed.
@@ -70,11 +66,8 @@ def check_torch(version: str, *, is_available: bool) -> None:
 
 
 def devices_there(devices: list[str]) -> list[str]:
-    """Leave out "cuda" if this machine has no CUDA device and the list has other devices.
-
-    The reason is that some libraries make a tensor on each device for which a backend is registered. Without a CUDA device,
-    this fails for "cuda".
-    """
+    """Leave out "cuda" if this machine has no CUDA device and the list has other devices."""
+    # Some libraries make a tensor on each device for which a backend is registered. Without a CUDA device this fails.
     # Counting does not start CUDA if the driver's library is present, so forked children can still use CUDA.
     has_cuda = torch.cuda.device_count() > 0
     return [device for device in devices if device != "cuda" or has_cuda] or devices
@@ -99,7 +92,7 @@ def _decline_flight_recorder() -> None:
 
 
 def _close_when_torch_destroys() -> None:
-    """Let `destroy_process_group` of torch 2.6 shut down our groups, too. By itself it ends only the groups of torch's NCCL."""
+    """Let `destroy_process_group` of torch 2.6, which ends only groups of torch's NCCL, shut down Syncline's groups, too."""
 
     def shut_down(group: dist.ProcessGroup) -> bool:
         if isinstance(group, TorchProcessGroup):

@@ -1,4 +1,4 @@
-"""The rendezvous scheme mpi://. The ranks of torch.distributed find each other through MPI, without an open port."""
+"""The rendezvous scheme mpi://: ranks meet through MPI, without an open port."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _numbers: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 def rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
     """The function that torch calls for ``init_method="mpi://"``. Yields a store, this process's rank and the number of ranks.
 
-    Without a launcher, this process is the only rank. torch puts the caller's `rank` and `world_size` into the URL's query.
+    Without a launcher, this process is the only rank.
 
     Raises:
         InvalidArgumentError: the URL has a host or a path after "mpi://".
-        LaunchError: torchrun, or another launcher that does not start MPI programs, started this process. Or the given `rank`
-            or `world_size` contradicts the launcher. Without a launcher, only rank 0 and world size 1 are allowed.
+        LaunchError: torchrun, or another launcher that does not start MPI programs, started this process. Or the `rank` or
+            `world_size` in the URL contradicts the launcher. Without a launcher, only rank 0 and world size 1 are allowed.
     """
     rank, world_size = _asked_for(url)
     launch = take_launch(os.environ)

@@ -1,4 +1,4 @@
-"""torch's collectives on a group of ours: reduce, copy, gather, scatter, all-to-all, send and receive."""
+"""torch's collectives, sends and receives on a Syncline group."""
 
 # Methods accept the arguments of several overloads of torch, and some also have torch's older name. mypy refuses both.
 # mypy: disable-error-code="override, assignment"
@@ -41,7 +41,7 @@ _AT_ONCE_S = 1e-3
 
 
 class TorchCollectives(CallIssuer):
-    """The methods by which torch calls collectives, sends and receives. They run on our group `syncline_group`."""
+    """The methods by which torch calls collectives, sends and receives, on `syncline_group`."""
 
     # ---- one tensor on each rank ----
 
@@ -313,8 +313,8 @@ class TorchCollectives(CallIssuer):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error after a time-out names the missing ranks.
 
-        torch calls this method on groups that report the name "gloo". As in torch, a `timeout` of zero means that the call
-        does not wait. None or a negative `timeout` means the group's time limit.
+        torch calls this method on groups that report the name "gloo". As in torch, a `timeout` of zero does not wait. None or a
+        negative `timeout` means the group's time limit.
         """
         waits_for_nobody = timeout is not None and not timeout
         limit_s = _AT_ONCE_S if waits_for_nobody else time_limit_s(timeout)
@@ -346,13 +346,12 @@ def _there(work: Work | None) -> Work:
 def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op: Reduction) -> Work:
     """Combine all tensors of all ranks, as if each tensor came from a different rank. Every tensor gets the result.
 
-    In torch's C++ groups, a process may pass one tensor for each of its devices. `all_reduce_coalesced` is different: it
-    reduces each tensor separately.
+    In contrast, `all_reduce_coalesced` reduces each tensor separately.
 
     Args:
-        group: our group. All its ranks call this function, with the same number of tensors.
+        group: a Syncline group. All its ranks call this function, with the same number of tensors.
         tensors: tensors of the same shape and dtype.
-        op: a reduction. AVG and PREMUL_SUM are not allowed, because they also scale the result.
+        op: a reduction, except AVG and PREMUL_SUM, which also scale the result.
 
     Raises:
         InvalidArgumentError: there is no tensor, shapes or dtypes differ, or `op` is AVG or PREMUL_SUM.
@@ -391,10 +390,7 @@ def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op
 def _splits(
     output: torch.Tensor, input: torch.Tensor, sizes: tuple[Sequence[int] | None, Sequence[int] | None], ranks: int
 ) -> tuple[list[int] | None, ...]:
-    """How many rows come from each rank, and how many go to each rank.
-
-    (None, None) if the tensors or the sizes are wrong: then the group raises the error when it issues the call.
-    """
+    """How many rows come from each rank, and how many go to each rank. (None, None) if the tensors or the sizes are wrong."""
     if output.shape[1:] != input.shape[1:] or output.dtype != input.dtype:
         return None, None
     both = ((output, sizes[0]), (input, sizes[1]))

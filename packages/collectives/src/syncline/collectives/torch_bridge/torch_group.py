@@ -1,4 +1,4 @@
-"""TorchGroup wraps a process group of torch.distributed, so that the group can be used as a Syncline `ProcessGroup`."""
+"""A process group of torch.distributed as a Syncline `ProcessGroup`."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ _RING_FROM_RANKS = 4
 
 
 def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
-    """Return one of our groups for a group of torch.distributed.
+    """Return a Syncline group for a group of torch.distributed.
 
-    If the module `torch_backend` made the torch group, return our group that carries out its calls. Otherwise return a new
+    If `torch_backend` made the torch group, return the Syncline group that carries out its calls. Otherwise return a new
     `TorchGroup`.
 
     Args:
@@ -73,10 +73,10 @@ def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
 
 
 class TorchGroup(ProcessGroup):
-    """A torch.distributed group as one of our groups. Each collective is issued at once, on the caller's thread.
+    """A torch.distributed group as a Syncline group. Each collective is issued at once, on the caller's thread.
 
-    So collectives run in the order of the calls. If the callback of a future issues a collective, the order between this
-    collective and the collectives of other threads is not defined. Closing this group does not close the torch group.
+    If the callback of a future issues a collective, its order relative to collectives of other threads is not defined. Closing
+    this group does not close the torch group.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class TorchGroup(ProcessGroup):
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
         """Compare the marks (see `marked`) that each rank has set since the last comparison.
 
-        Cost: an all_reduce of 16 bytes. If there are no new marks, or the group does not serve the CPU, do nothing.
+        Cost: an all_reduce of 16 bytes. Nothing if there are no new marks, or the group does not serve the CPU.
         """
         if self.size == 1 or self._marks_said == self._marks_compared or "cpu" not in self._device_types:
             return None
@@ -361,9 +361,9 @@ def _torch_reduces(tensor: torch.Tensor, op: Reduction) -> bool:
 
 
 def _reducible(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
-    """Return the tensor in a form that torch can reduce. For a `PremulSum`, the result is already multiplied by the factor.
+    """Return the tensor in a form that torch can reduce, multiplied by the factor of a `PremulSum`.
 
-    If the tensor is contiguous, and torch reduces its dtype, the result shares the tensor's memory.
+    The result shares the tensor's memory if the tensor is contiguous and torch reduces its dtype.
     """
     plain = in_plain_order(tensor)
     real = torch.view_as_real(plain) if tensor.is_complex() else plain

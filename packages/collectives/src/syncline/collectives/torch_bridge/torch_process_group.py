@@ -23,14 +23,11 @@ from .torch_collectives import TorchCollectives
 
 
 class UnservedDeviceError(InvalidArgumentError, RuntimeError):
-    """torch asks for a device that the group does not serve. The class is also a RuntimeError: torch expects a RuntimeError."""
+    """torch asks for a device that the group does not serve. Also a RuntimeError, because torch expects one."""
 
 
 class TorchBackendShim:
-    """The object that torch gets when it asks one of our groups for the backend of a device. The group carries out all calls.
-
-    In torch, a group has a separate backend for each device. In Syncline, one group serves several devices.
-    """
+    """The object that torch gets as the backend of a device of a Syncline group. The group carries out all calls."""
 
     supports_splitting = True
     supports_coalescing = False  # torch's word for NCCL's group calls
@@ -57,17 +54,17 @@ class TorchBackendShim:
         return Options(self.name(), timedelta(seconds=self._group.syncline_group.timeout_s))
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Always false: torch lets single ranks call `allocate_tensor`, but our `allocate` needs all ranks."""
+        """Always false: torch lets single ranks call `allocate_tensor`, but Syncline's `allocate` needs all ranks."""
         return False
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         """Do nothing: the ranks are connected already."""
 
     def perform_nocolor_split(self, device: torch.device | None) -> None:
-        """Do nothing. torch calls this method on a rank that is in no new group. The new groups do not need this rank."""
+        """Do nothing. torch calls this on a rank that is in no new group."""
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: our groups count their collectives from 0 on every rank."""
+        """Do nothing: the group counts its collectives from 0 on every rank."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time limit of a collective."""
@@ -98,20 +95,20 @@ class Options:
 
 
 class TorchProcessGroup(TorchCollectives):
-    """A group of torch.distributed that translates torch's options, and passes every call to our group `syncline_group`.
+    """A group of torch.distributed that translates torch's options, and passes every call to `syncline_group`.
 
     Note [A group that torch can hold]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    * torch's Python functions call these methods by name. C++ (the reducer of torch's DDP, functional collectives) calls some
-      of them through pybind: `all_reduce`, `broadcast`, `all_to_all_single`, `send`, `recv`, `barrier`, and the gathers and
-      scatters that take lists or coalesced tensors. C++ cannot reach the other methods.
+    * torch's Python functions call these methods by name. C++ (the reducer of torch's DDP, functional collectives) calls only
+      some of them through pybind: `all_reduce`, `broadcast`, `all_to_all_single`, `send`, `recv`, `barrier`, and the gathers
+      and scatters that take lists or coalesced tensors.
     * Some methods have two names, because torch renamed them: `all_gather_single` was `_allgather_base`, and so on.
     * C++ keeps only the C++ half of this object alive. torch's table of groups keeps the Python half alive, until the group is
       destroyed.
-    * The base class stores a group's name in its C++ backends, which our groups do not have. So this class has methods such as
-      `getGroupName`, with the names that C++ looks for.
+    * The base class stores a group's name in its C++ backends, which Syncline's groups do not have. So this class has methods
+      such as `getGroupName`.
     * If the option `asyncOp` is false, torch does not return the work to the program. So the call returns only when the
-      collective has finished. Old versions of torch do not have this option.
+      collective has finished.
     """
 
     def __init__(
@@ -167,7 +164,7 @@ class TorchProcessGroup(TorchCollectives):
 
     @disable_dynamo
     def getBackendName(self) -> str:  # noqa: N802 - the name that C++ looks for
-        """The name under which the backend is registered. This is never "gloo": for "gloo", C++ expects torch's Gloo group."""
+        """The name under which the backend is registered. Never "gloo": for "gloo", C++ expects torch's Gloo group."""
         return self._backend_name
 
     def go_by(self, name: str) -> None:
@@ -219,7 +216,7 @@ class TorchProcessGroup(TorchCollectives):
         self.syncline_group.set_timeout(seconds(timeout))
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: our groups count their collectives from 0 on every rank."""
+        """Do nothing: the group counts its collectives from 0 on every rank."""
 
     def _get_sequence_number_for_group(self) -> int:
         """The number of collectives that this rank has issued. If ranks have different numbers, a rank has left out a call."""
@@ -230,8 +227,7 @@ class TorchProcessGroup(TorchCollectives):
     def shutdown(self) -> None:
         """Finish all calls and close. All ranks call this method, through `destroy_process_group`.
 
-        If the caller is handling an exception, this method aborts the group instead, because other ranks may never call
-        `shutdown`.
+        While an exception is handled, this method aborts the group instead: the other ranks may never call `shutdown`.
         """
         if sys.exc_info()[0] is not None:
             self.abort()

@@ -1,4 +1,4 @@
-"""TorchWork turns a collective of torch.distributed into a `Work`. TorchRequest turns a send or a receive into a `Request`."""
+"""Turn a collective of torch.distributed into a `Work`, and a send or a receive into a `Request`."""
 
 from __future__ import annotations
 
@@ -64,8 +64,7 @@ class TorchWork(Work):
     """A work of torch.distributed, and a last step (such as a copy) that must be done after the collective.
 
     If the program has asked for a future, torch's own thread does the last step. Otherwise the thread that calls `wait` does
-    the last step. So a work without a future leaves no Python object on torch's thread. (Gloo's thread must not drop the last
-    reference to the torch group: the group's destructor joins Gloo's thread, so this thread would wait for itself.)
+    it, so that no Python object is left on torch's thread.
 
     Args:
         tensors: the outputs.
@@ -113,7 +112,7 @@ class TorchWork(Work):
         """Wait `limit_s` seconds at most. Return whether the work and its last step are over. The caller may call again.
 
         Raises:
-            TransportError: the work failed. If torch ended the work at torch's time limit, the error is a `CollectiveTimeout`.
+            TransportError: the work failed. If torch's own time limit ended the work, the error is a `CollectiveTimeout`.
         """
         try:
             return self.wait(limit_s)
@@ -178,23 +177,20 @@ class _Delivery:
 
     Note [Leaving while torch's thread drops what it called]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    When a future is over, torch's thread may still hold the functions that it called. If the program ends before the thread
-    drops them, the thread finds no interpreter to drop them with, and aborts the process ("terminate called without an active
-    exception"). Communication hooks of torch have this problem, too. So at exit we wait until torch has dropped all our
-    functions that were called. At that time torch has also dropped the functions that were chained to ours by `then`.
+    When a future is over, torch's thread may still hold the functions that it called. If the interpreter ends before the thread
+    drops them, the process aborts ("terminate called without an active exception"). Communication hooks of torch have this
+    problem, too. So at exit we wait until torch has dropped our functions that were called.
 
-    After the functions, the thread drops the work. If the work has the last reference to a tensor that Python has seen, the
-    thread needs the interpreter to drop this tensor. We cannot see when the thread has dropped the work, and we cannot close
-    the group, because the script owns the group. So at exit we release the GIL for the time that a waiting thread usually
-    needs. This is no guarantee.
+    Then the thread drops the work, which may hold the last reference to a tensor that Python has seen. For this the thread
+    needs the interpreter, too. We cannot see when it has finished. So at exit we release the GIL for the time that a waiting
+    thread usually needs. This is no guarantee.
 
     Note [Who destroys a group]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    The destructor of torch's Gloo group joins Gloo's threads. If Python drops the last reference to the group, the destructor
-    runs without the GIL. If the reducer of torch's DDP drops the last reference, the destructor holds the GIL while it joins.
-    But a thread that completed a bucket needs the GIL once more, to drop the functions that it called. So a program that drops
-    its model just after backward hangs. (Communication hooks of torch have this problem, too.) To prevent this, we keep each
-    group for some seconds, and until Gloo's threads have dropped the functions that they called.
+    The destructor of torch's Gloo group joins Gloo's threads. If the reducer of torch's DDP drops the last reference, the
+    destructor holds the GIL while it joins. But a thread that completed a bucket needs the GIL to drop the functions that it
+    called. So a program that drops its model just after backward would hang. To prevent this, we keep each group for some
+    seconds, and until Gloo's threads have dropped the functions that they called.
     """
 
     def __init__(self, deliver: Callable[[Any], Any], torch_group: Any) -> None:

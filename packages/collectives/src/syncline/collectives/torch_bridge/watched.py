@@ -2,21 +2,19 @@
 
 Note [What tools see]
 ~~~~~~~~~~~~~~~~~~~~~
-A tool that watches torch's operators is a "dispatch mode", such as `CommDebugMode`, `DebugMode`, `make_fx` or `FakeTensorMode`.
-torch calls our groups without an operator, so a mode would not see the calls. So while a mode is active, a call takes more
-steps:
+A tool that watches torch's operators is a "dispatch mode", such as `CommDebugMode`, `make_fx` or `FakeTensorMode`. torch calls
+Syncline's groups without an operator, so while a mode is active, a call takes more steps:
 
 1. `issue` calls torch's functional operator for the call, such as `_c10d_functional.all_reduce`. Modes see this operator, and
    may record it.
-2. The operator, in C++, calls the same method of our group again, with the modes switched off, on a new tensor. So the
-   ranks make the same calls, whether a tool watches on all ranks, on some, or on none.
+2. The operator, in C++, calls the same method of the group again, with the modes switched off, on a new tensor. So the ranks
+   make the same calls, whether a tool watches on all ranks, on some, or on none.
 3. The thread that waits for the call's work copies the result to the caller's tensor.
 
 With a mode without values (a `FakeTensorMode`), a call ends after step 1. Some collectives, such as `gather`, have no
-functional operator. They run with the modes switched off, so modes do not see them. A tracer gets an error, because its program
-would lack the collective.
+functional operator. They run with the modes switched off, and a tracer gets an error.
 
-Calls without an active mode skip these steps: the operator and its copies cost more than a small collective.
+Without an active mode, calls skip these steps, which cost more than a small collective.
 """
 
 from __future__ import annotations
@@ -45,12 +43,9 @@ class Seen(NamedTuple):
         operator: the functional operator's name.
         inputs: the tensors that the call reads.
         outputs: the tensors that the call overwrites, one for each input.
-        words: the operator's arguments between the tensors and the group's name. A None among these arguments means that the
-            operator cannot express an argument of the call. Then no tool sees the call.
-        gathers: the number of ranks, if an output must be this many times as large as its input. None means that the sizes are
-            not checked.
-        scatters: the number of ranks, if an input must be this many times as large as its output. None means that the sizes
-            are not checked.
+        words: the operator's arguments between the tensors and the group's name. If one of them is None, no tool sees the call.
+        gathers: the number of ranks, if an output must be this many times as large as its input. None: not checked.
+        scatters: the number of ranks, if an input must be this many times as large as its output. None: not checked.
     """
 
     operator: str
@@ -82,7 +77,7 @@ def issue(group: Any, title: str, seen: Seen | None, issue_unseen: Callable[[], 
     Args:
         group: the `TorchProcessGroup`.
         title: the collective's name in messages.
-        seen: the form in which a tool can see the call; None if torch has no operator for the call.
+        seen: the form in which a tool can see the call; None if torch has no operator for it.
         issue_unseen: issues the call without an operator.
 
     Raises:
@@ -127,7 +122,7 @@ def _issue_seen(group: ProcessGroup, title: str, name: str, seen: Seen) -> Work:
 
 
 def _check_sizes(group: ProcessGroup, title: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], seen: Seen) -> None:
-    """Raise an error for an output of the wrong size: torch could silently repeat the operator's result to fill the output."""
+    """Refuse an output of the wrong size: torch could silently repeat the operator's result to fill it."""
     for tensor, output in zip(inputs, outputs, strict=True):
         large, small, what = (output, tensor, "output") if seen.gathers else (tensor, output, "input")
         problem = checks.not_times(large, small, seen.gathers or seen.scatters or 1, what)
@@ -147,7 +142,7 @@ class SeenWork(Work):
     """The work of a call that went through an operator of torch. `wait` copies the results to the caller's tensors.
 
     Args:
-        issued: the work of our group; a finished work if the operator issued nothing.
+        issued: the work of Syncline's group; a finished work if the operator issued nothing.
         outputs: the caller's tensors.
         results: the tensors that the operator returned.
     """

@@ -1,4 +1,4 @@
-"""Measure latency and bandwidth of collectives. One run measures several backends, which take turns, to compare them."""
+"""Measure latency and bandwidth of collectives on several backends, which take turns."""
 
 from .kinds import KINDS, Buffers, Kind
 from .measure import Case, measure

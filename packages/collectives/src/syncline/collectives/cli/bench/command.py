@@ -1,4 +1,4 @@
-"""The command `bench` connects the ranks, measures collectives on several backends, and shows the results on rank 0."""
+"""The command `bench`: measure collectives on several backends, and show the results on rank 0."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
 
     Args:
         arguments: the parsed options of `add_arguments`.
-        judge: takes the measurements, and returns lines of text about the measurements. Rank 0 prints these lines below the
-            tables, and also writes the lines to the file of `--json`.
+        judge: takes the measurements, and returns lines of text about them. Rank 0 prints these lines below the tables, and
+            writes them to the file of `--json`.
     """
     cases = _cases(arguments)
     _check_outputs(arguments)
@@ -154,7 +154,7 @@ def _check_device(kind: str) -> None:
 
 
 def _device(kind: str, control: ProcessGroup) -> torch.device:
-    """Return the device of the tensors. For kind "cuda" each rank gets its own GPU, and the call is a collective."""
+    """Return the device of the tensors. For "cuda", each rank gets its own GPU, and the call is a collective."""
     if kind == "cpu":
         return CPU
     device = default_device(control)

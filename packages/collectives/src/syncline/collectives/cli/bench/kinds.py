@@ -1,14 +1,12 @@
 """The collectives that can be measured: their data, their expected results, and their bandwidth factors.
 
-The definitions of sizes and factors are those of nccl-tests (https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). The
-size S of a collective is the size of its input or of its output, whichever is larger. For an `all_reduce`, S is the size of the
-tensor. For an `all_gather`, S is the size of all parts together. In `send_recv`, each rank sends a message of size S to the
-next rank and receives a message from the previous rank. The time of one call is t.
+Sizes and factors are defined as in nccl-tests (https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). The size S of a
+collective is the size of its input or of its output, whichever is larger. For an `all_gather`, S is the size of all parts
+together. In `send_recv`, each rank sends a message of size S to the next rank. The time of one call is t.
 
-- Algorithm bandwidth = S / t. This is the bandwidth that the program sees.
-- Bus bandwidth = S / t * factor(number of ranks). This is the bandwidth of the slowest link, if the algorithm is the best
-  possible. Bus bandwidth does not depend on the number of ranks, so you can compare bus bandwidth with the bandwidth of the
-  hardware.
+- Algorithm bandwidth = S / t, as the program sees it.
+- Bus bandwidth = S / t * factor(number of ranks). It does not depend on the number of ranks, so you can compare it with the
+  bandwidth of the hardware. If the algorithm is the best possible, it is the bandwidth of the slowest link.
 """
 
 from __future__ import annotations
@@ -37,18 +35,11 @@ class Buffers:
     """The tensors of one rank, for the measurement of a collective with one dtype and size.
 
     Attributes:
-        block: the tensor with the data of all ranks. If the collective has a single tensor, the block is this tensor.
-        part: another tensor, for this rank's share of the block. The part's size is the block's size divided by the number of
-            ranks. If the block's size is not divisible by the number of ranks, the part is empty.
+        block: the tensor with the data of all ranks, or the only tensor of the collective.
+        part: another tensor, for this rank's share of the block. Empty if the number of ranks does not divide the block's size.
         output: a tensor of the block's size, for the output of `all_to_all` and `send_recv`.
 
-    Args:
-        rank: this rank.
-        size: the number of ranks.
-        block_numel: the number of elements of the block.
-        dtype: the dtype of all tensors.
-        allocate: allocates the block.
-        device: the device of all tensors.
+    `allocate` allocates the block.
     """
 
     def __init__(
@@ -67,7 +58,7 @@ class Buffers:
         self.output = torch.zeros_like(self.block)
 
     def like(self, allocate: Allocate) -> Buffers:
-        """Return buffers of the same sizes. `allocate` allocates the block of the new buffers."""
+        """Return buffers of the same sizes, whose block `allocate` allocates."""
         block = self.block
         return Buffers(self.rank, self.size, block.numel(), block.dtype, allocate, block.device)
 
@@ -86,17 +77,15 @@ class Buffers:
         return list(block.tensor_split(self.size))
 
     def clear(self) -> None:
-        """Fill all tensors with zeros. Repeated sums of zeros do not overflow."""
+        """Fill all tensors with zeros, so that repeated sums do not overflow."""
         for tensor in (self.block, self.part, self.output):
             tensor.zero_()
 
     def pattern(self, rank: int, numel: int) -> torch.Tensor:
         """Return the data of a rank: numbers from -15 to 15, which repeat after 31 elements.
 
-        The data of rank r + 1 are the data of rank r, shifted by one element.
-
-        The sum over ranks is exact in every dtype that can be reduced. The sum over 31 ranks is 0. So the sum over any number
-        of ranks is between -120 and 120.
+        Each rank has the data of the previous rank, shifted by one element. The sum over any number of ranks is between -120
+        and 120, and exact in every dtype that can be reduced.
         """
         return self._repeated((torch.arange(PERIOD) + rank) % PERIOD - PERIOD // 2, numel)
 
@@ -115,12 +104,10 @@ class Kind:
 
     Attributes:
         name: the collective's name on the command line.
-        has_parts: whether the block has one part for each rank. If so, the block's size must be divisible by the number of
-            ranks.
-        bus_factor: takes the number of ranks, and returns a factor. Bus bandwidth is algorithm bandwidth times this factor, as
-            in nccl-tests.
+        has_parts: whether the block has one part for each rank.
+        bus_factor: the ratio of bus bandwidth to algorithm bandwidth, for a number of ranks.
         fill: writes this rank's inputs to the buffers.
-        is_right: returns whether the buffers of this rank have the right result.
+        is_right: whether the buffers of this rank have the right result.
         least_ranks: the smallest number of ranks with which this collective can be measured.
     """
 

@@ -1,15 +1,12 @@
 """Measure one case: a collective of one dtype and size, on several subjects (backends and baselines) that take turns.
 
-1. Each subject runs the collective once on known data, and the ranks check the result. Before and after this run, the ranks
-   compare whether each rank can run the collective. If the subject fails on one rank, all ranks skip the subject.
+1. Each subject runs the collective once on known data, and the ranks check the result. If the subject cannot run the collective
+   on one rank, all ranks skip the subject.
 2. Each subject runs the collective a few times more, to warm up and to estimate the time of one call.
-3. In each round, every subject takes one sample. So a disturbance of the machine affects all subjects in the same way. Every
-   second round has the subjects in reverse order. To take a sample:
-   - The subject runs the collective once without timing, so that the caches hold this subject's data, not the data of the
-     previous subject.
+3. In each round, every subject takes one sample, in every second round in reverse order. To take a sample:
+   - The subject runs the collective once without timing, to fill the caches with its data.
    - All ranks meet in a barrier.
-   - The subject runs the collective several times, so that the sample is long enough for the clock. On a GPU, the clock stops
-     when the GPU has finished.
+   - The subject runs the collective several times. On a GPU, the clock stops when the GPU has finished.
 4. The value of a sample is the average time of one call, on the slowest rank.
 """
 
@@ -50,8 +47,7 @@ class Case:
     def numel(self, world_size: int) -> int:
         """Return the number of elements of `Buffers.block`.
 
-        The size is rounded down, so that the parts of all ranks have the same number of elements. But each part has at least
-        one element.
+        The size is rounded down, so that all ranks have parts of the same size, but to at least one element for each part.
         """
         parts = world_size if KINDS[self.collective].has_parts else 1
         return max(1, self.size_bytes // (self.dtype.itemsize * parts)) * parts
@@ -135,10 +131,7 @@ def _agreed(action: Callable[[], T], control: ProcessGroup) -> T:
 
 
 def refusal_of_all(refusals: Sequence[str]) -> str:
-    """Join the error texts of the ranks into one text. If a rank had no error, its text is empty.
-
-    A pure function.
-    """
+    """Join the error texts of the ranks into one text. The text of a rank without an error is empty. A pure function."""
     if len(set(refusals)) == 1:
         return refusals[0]
     return "; ".join(f"rank {rank}: {refusal}" for rank, refusal in enumerate(refusals) if refusal)
@@ -161,11 +154,11 @@ def repeats_of(estimate_s: float) -> int:
 
 
 def rounds_of(sample_s: Sequence[float], budget_s: float) -> int:
-    """Return the number of samples of each subject, if a subject has `budget_s` seconds on average. A pure function.
+    """Return the number of samples of each subject. A pure function.
 
     Args:
         sample_s: for each subject, the time that one sample takes.
-        budget_s: seconds for each subject, including the warm-up.
+        budget_s: seconds for each subject on average, including the warm-up.
     """
     if not sample_s:
         return 0

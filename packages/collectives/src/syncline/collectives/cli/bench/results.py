@@ -1,4 +1,4 @@
-"""Measurements, and functions that show measurements as a table, as JSON or as a plot."""
+"""Measurements, and their forms as table, JSON and plot."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ class Measurement:
         size_bytes: the size S in bytes, as `kinds` defines it.
         world_size: the number of ranks.
         backend: the name of the backend, or of the baseline, such as `raw-mpi`.
-        samples_s: the samples. A sample is the time of one call on the slowest rank. Empty if the backend cannot run this
-            collective.
+        samples_s: times of one call on the slowest rank. Empty if the backend cannot run this collective.
         note: the reason why the backend cannot run this collective; empty if it can.
     """
 
@@ -128,7 +127,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def parse_size(text: str) -> int:
-    """Convert a size such as "64M" to bytes. K, M and G are powers of 1024. "64MiB" and "64M" have the same meaning.
+    """Convert a size such as "64M" or "64MiB" to bytes. K, M and G are powers of 1024.
 
     Raises:
         InvalidArgumentError: the text does not have this form, or the size is zero.
@@ -140,7 +139,7 @@ def parse_size(text: str) -> int:
 
 
 def ladder(smallest: int, largest: int, factor: int) -> list[int]:
-    """Return the sizes from `smallest` to `largest`. Except the last, each size is `factor` times the previous size.
+    """Return the sizes from `smallest` to `largest`. Each size is `factor` times the previous size, except the last.
 
     Raises:
         InvalidArgumentError: `largest` is below `smallest`, or `factor` is below 2.
@@ -168,7 +167,7 @@ def size_in_words(size: int) -> str:
 
 
 def require_matplotlib() -> None:
-    """Check that matplotlib is installed. The command calls this function before it measures.
+    """Check that matplotlib is installed.
 
     Raises:
         MisuseError: matplotlib is not installed.

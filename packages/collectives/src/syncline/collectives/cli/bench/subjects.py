@@ -1,4 +1,4 @@
-"""The subjects of a measurement: Syncline's backends, two other libraries, and a lower bound for the time."""
+"""The subjects of a measurement: backends and baselines."""
 
 from __future__ import annotations
 
@@ -36,17 +36,14 @@ class Subject(ABC):
 
     Attributes:
         name: the subject's name on the command line.
-        communicates: whether the subject computes the collective's result. If not, the bench does not check the result.
+        communicates: whether the subject computes the collective's result. If not, the bench does not check it.
     """
 
     name: str
     communicates = True
 
     def allocate(self) -> Allocate | None:
-        """Return the function that allocates `Buffers.block` for this subject.
-
-        Return None if the subject can use the block that all such subjects share.
-        """
+        """Return the function that allocates `Buffers.block` for this subject. None: the subject uses the shared block."""
         return None
 
     @abstractmethod
@@ -54,8 +51,7 @@ class Subject(ABC):
         """Return a function that runs the collective once, and returns when it is complete. The function does no other work.
 
         Raises:
-            NotImplementedError: this subject cannot run the collective with this dtype and device. Every rank raises this
-                error.
+            NotImplementedError: on every rank, if this subject cannot run the collective with this dtype and device.
         """
 
     @abstractmethod
@@ -122,7 +118,7 @@ class RawMPI(Subject):
         self._communicator = communicator
 
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """Return the blocking call, with arguments that are made now, so that they take no time in the measurement."""
+        """Return the blocking call. Its arguments are made now, so that they take no time in the measurement."""
         from mpi4py import MPI
 
         from ...transports.mpi.library import REDUCIBLE, memory
@@ -161,7 +157,7 @@ class RawMPI(Subject):
 
 
 class TorchGloo(Subject):
-    """Runs the collectives of torch's own Gloo group, as torch.distributed does."""
+    """Runs the collectives of torch's own Gloo group."""
 
     name = TORCH_GLOO
 
@@ -169,7 +165,7 @@ class TorchGloo(Subject):
         self._group = group
 
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """Return a function that calls the group's method and waits for the result, as torch.distributed does."""
+        """Return a function that calls the group's method and waits for the result."""
         g, b = self._group, buffers
         rows = b.parts(b.block)
         calls: dict[str, Call] = {
@@ -192,20 +188,13 @@ class TorchGloo(Subject):
 
 
 class Floor(Subject):
-    """Gives a lower bound for the time of an `all_reduce`, from the speed of the memory.
-
-    Each rank does its share of the additions and copies of an `all_reduce`, in its own memory.
-    """
+    """A lower bound for the time of an `all_reduce`: one rank's share of its additions and copies, in the rank's own memory."""
 
     name = FLOOR
     communicates = False
 
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """Return a function that does one rank's additions and copies of an `all_reduce`.
-
-        There is one piece of memory for each rank. The function adds all other pieces to this rank's piece, and copies the sum
-        to all other pieces.
-        """
+        """Return a function that does one rank's additions and copies of an `all_reduce`."""
         if collective != "all_reduce":
             raise NotImplementedError("it is that of all_reduce")
         share = buffers.block.numel() // buffers.size
@@ -221,7 +210,7 @@ class Floor(Subject):
         return call
 
     def close(self) -> None:
-        """Do nothing, because this subject has no connection."""
+        """Do nothing."""
 
 
 def _wait_for(*works: Any) -> None:
@@ -235,7 +224,7 @@ def _rooted(options: Any) -> Any:
 
 
 def default_subjects(group: ProcessGroup) -> list[str]:
-    """Return the default subjects, for a command line that names none: the group's backend, and the baselines."""
+    """Return the subjects for a command line that names none: the group's backend, and the baselines."""
     raw = [RAW_MPI] if group.backend_name == "mpi" else []
     ours = [f"{group.backend_name}{IN_WINDOW}", group.backend_name] if raw else [group.backend_name]
     return [*ours, *raw, TORCH_GLOO, FLOOR] if group.size > 1 else [group.backend_name]
@@ -245,8 +234,8 @@ def connect_subject(name: str, control: ProcessGroup) -> Subject:
     """Make the subject with this name, and connect it to the other ranks. All ranks of `control` call this function.
 
     Raises:
-        InvalidArgumentError: there is no backend or baseline with this name, or the baseline needs MPI, and MPI does not
-            connect these ranks. Also, "-in-window" must not follow the name of a baseline.
+        InvalidArgumentError: no backend or baseline has this name, "-in-window" follows the name of a baseline, or the baseline
+            needs MPI, which does not connect these ranks.
     """
     if name in _BASELINES:
         return _BASELINES[name](control)

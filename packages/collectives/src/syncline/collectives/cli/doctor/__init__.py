@@ -1,4 +1,4 @@
-"""`syncline doctor` checks a cluster before a job. It prints what is installed, and names problems and remedies."""
+"""`syncline doctor` checks a cluster before a job, and names problems and remedies."""
 
 from .diagnosis import diagnose
 from .finding import Finding, Status

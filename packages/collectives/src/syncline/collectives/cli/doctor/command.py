@@ -1,4 +1,4 @@
-"""The command `doctor` connects the ranks, and checks the facts that each rank reports. Rank 0 prints the findings."""
+"""The command `doctor`: check the facts that each rank reports, and print the findings on rank 0."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the doctor, and return the exit status. Every rank of the job must call this function.
 
-    If an MPI library cannot start, it may end the process at once, with or without a message. So a child process starts MPI,
-    and this process reports how the child has ended. All ranks return the same status, except ranks whose child has ended in
-    this way.
+    An MPI library that cannot start may end the process at once. So a child process starts MPI, and this process reports how
+    the child has ended.
     """
     if not _starts_mpi():
         return _examine(arguments)

@@ -17,7 +17,7 @@ RUN_WITH = ("2.6", "2.8", "2.10", "2.13", "2.14", "2.15")
 
 
 def was_run(version: str) -> bool:
-    """Whether Syncline was tested with this version of torch, such as "2.13.0+cpu". Only major and minor version count."""
+    """Whether Syncline was tested with the major and minor version of this torch, such as "2.13.0+cpu"."""
     return ".".join(version.split(".")[:2]) in RUN_WITH
 
 
@@ -35,10 +35,10 @@ def diagnose(
     """Check the observations of all ranks of the job, and return the findings.
 
     Args:
-        ranks: the observation of each rank. If the ranks could not connect, only the observation of this rank.
+        ranks: the observation of each rank, or only of this rank if the ranks could not connect.
         choice: the backend that a job would choose; None if the choice failed.
-        problem: the reason why the ranks could not connect or computed a wrong sum; None if there is no problem.
-        shrink_lack: the reason why the other ranks cannot continue after the loss of a rank; None if they can.
+        problem: why the ranks could not connect or computed a wrong sum; None if there is no problem.
+        shrink_lack: why the other ranks cannot continue after the loss of a rank; None if they can.
         backends: the names of the installed backends.
     """
     return [
@@ -85,7 +85,7 @@ def launcher(ranks: Observations) -> Finding:
 
 
 def mpi(ranks: Observations) -> list[Finding]:
-    """Check the MPI library and its thread level. Also check that the library and the launcher belong to the same MPI."""
+    """Check the MPI library, its thread level, and that the library and the launcher belong to the same MPI."""
     loaded = [rank.mpi for rank in ranks if rank.mpi is not None]
     if not loaded:
         return [_mpi_not_loaded(ranks[0])]
@@ -100,7 +100,7 @@ def mpi(ranks: Observations) -> list[Finding]:
 
 
 def nodes(ranks: Observations) -> Finding:
-    """Report the ranks of each node. Warn if the nodes have different numbers of ranks, because this is slow."""
+    """Report the ranks of each node. Warn if nodes have different numbers of ranks, because this is slow."""
     placement = place(0, [rank.host for rank in ranks])
     per_node = Counter(placement.node_of)
     names = {placement.node_of[rank]: placement.hostnames[rank] for rank in range(len(ranks))}
@@ -114,7 +114,7 @@ def nodes(ranks: Observations) -> Finding:
 
 
 def unseen(ranks: Observations) -> Finding:
-    """Report that there are no observations of some ranks, because the ranks did not connect."""
+    """Report that some ranks have no observation, because the ranks did not connect."""
     return Finding(
         "nodes",
         Status.WARN,
@@ -314,12 +314,12 @@ _IF_TOLD_SO = {"Slurm": "if srun was given --no-kill --kill-on-bad-exit=0"}
 
 
 def survival(launcher: str | None, size: int, lack: str | None, *, tolerates_faults: bool = False) -> Finding:
-    """Report whether the other ranks can continue after the loss of a rank. Both answers are normal, so the status is OK.
+    """Report whether the other ranks can continue after the loss of a rank. The status is always OK.
 
     Args:
-        launcher: the name of the launcher, such as "Slurm"; None if there is no launcher.
+        launcher: the name of the launcher; None if there is no launcher.
         size: the number of ranks.
-        lack: the reason why the group cannot shrink; None if it can.
+        lack: why the group cannot shrink; None if it can.
         tolerates_faults: whether mpirun lets the other ranks run when a rank is lost (`--with-ft ulfm`).
     """
     if size == 1:
@@ -350,7 +350,7 @@ def memory(ranks: Sequence[Observation]) -> list[Finding]:
 def _sharing(result: str | None, has_fences: bool) -> Finding:
     """Judge whether ranks can share memory.
 
-    `result` is what `probe_shared_memory` returned on every rank; None if no rank called `probe_shared_memory`.
+    `result` is what `probe_shared_memory` returned; None if it was not called.
     """
     name = "shared memory"
     if result is None:
@@ -373,7 +373,7 @@ def _left(ranks: Sequence[Observation]) -> Finding:
 
 
 def _left_on(ranks: Sequence[Observation]) -> Finding:
-    """Judge how much memory each rank of a node can still take, if all ranks of the node take the same amount."""
+    """Judge how much memory is left for each rank of a node."""
     room = room_for_each([rank.memory_limits for rank in ranks])
     if room is None:
         return ok("memory", "this system does not say how much is left")

@@ -1,4 +1,4 @@
-"""`Finding`: the result of one check of the doctor. Functions show findings as text."""
+"""The result of one check of the doctor, and functions that show results as text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Finding:
         name: the name of the check, in one or two words.
         status: the severity.
         found: describes the result.
-        remedy: tells the user how to solve the problem. Empty if and only if the status is OK.
+        remedy: how to solve the problem. Empty if and only if the status is OK.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Finding:
 
 
 def worst(findings: Sequence[Finding]) -> Finding:
-    """Return the finding with the highest severity. If there are several, return the first. `findings` must not be empty."""
+    """Return the first finding with the highest severity. `findings` must not be empty."""
     severity = list(Status).index
     return max(findings, key=lambda finding: severity(finding.status))
 
@@ -52,7 +52,7 @@ def ok(name: str, found: str) -> Finding:
 
 
 def in_text(findings: Sequence[Finding], width: int = 100) -> str:
-    """Return the findings as aligned text. Each remedy is below its finding, and a summary is at the end."""
+    """Return the findings as aligned text, each with its remedy, and a summary at the end."""
     name_width = max((len(finding.name) for finding in findings), default=0)
     indent = " " * (7 + name_width + 2)
     lines: list[str] = []
@@ -87,7 +87,7 @@ def _is_command(piece: str) -> bool:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return a text with the numbers of findings that are wrong and of warnings."""
+    """Return a text with the numbers of wrong findings and of warnings."""
     wrong = sum(finding.status is Status.WRONG for finding in findings)
     warned = sum(finding.status is Status.WARN for finding in findings)
     if not wrong and not warned:

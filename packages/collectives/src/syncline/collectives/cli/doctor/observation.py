@@ -1,4 +1,4 @@
-"""`Observation`: facts about the machine and the software of one process. Ranks can exchange and compare observations."""
+"""Facts about the machine and the software of one process, which ranks can compare."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class MPIFacts:
-    """Facts about the MPI library from mpi4py, while MPI runs in this process.
+    """Facts about the MPI library that runs in this process.
 
     Attributes:
-        library: the MPI library's name and version, such as "MPICH 5.0.2".
+        library: the name and version, such as "MPICH 5.0.2".
         standard: the version of the MPI standard, such as "4.1".
-        abi: the binary interface of the mpi4py module that was loaded, such as "mpich".
-        thread_level: MPI's thread level: "SINGLE", "FUNNELED", "SERIALIZED" or "MULTIPLE".
+        abi: the binary interface of the loaded mpi4py module, such as "mpich".
+        thread_level: "SINGLE", "FUNNELED", "SERIALIZED" or "MULTIPLE".
         world_size: the size of MPI_COMM_WORLD.
         mpi4py: mpi4py's version.
     """
@@ -52,27 +52,26 @@ class Observation:
     Attributes:
         host: the node on which the process runs.
         software: names and versions of the software that must be the same on every rank.
-        launcher: the name of the launcher, such as "Slurm"; None if there is no launcher.
-        launch_problem: describes an error in the launcher's variables; None if there is no error.
-        launch_world_size: the number of processes according to the launcher; None if the launcher does not tell this number.
-        launch_is_mpi: whether the launcher starts MPI programs. If so, the launcher and the MPI library must agree on the
-            number of processes.
-        mpi: facts about the MPI library; None if MPI does not run in this process.
+        launcher: the name of the launcher, such as "Slurm"; None without a launcher.
+        launch_problem: an error in the launcher's variables; None if there is no error.
+        launch_world_size: the number of processes according to the launcher; None if unknown.
+        launch_is_mpi: whether the launcher starts MPI programs.
+        mpi: facts about the MPI library that runs in this process; None if MPI does not run.
         mpi_lack: the reason why MPI cannot be used on this host; None if it can.
         cores: the cores that this process may run on.
         node_cores: the number of cores of the node.
         threads: the number of threads with which torch computes.
         shm_total_bytes, shm_free_bytes: the size of /dev/shm, and its free space. 0 if there is no /dev/shm.
         memory_limits: the memory limits of this process.
-        sharing: the result of a test whether the ranks of the node can share memory, as text; None if there was no test.
+        sharing: whether the ranks of the node can share memory, as text; None if not tested.
         gpus: the names of the visible CUDA devices.
-        gpu_ids: the UUIDs of these devices. With these UUIDs, ranks find out whether they see the same device.
-        cupy, nccl: the version of CuPy, and the version of NCCL that CuPy finds; None if it is missing.
-        cuda_aware: the result of a test in which MPI sends CUDA memory, as text; None if there was no test.
+        gpu_ids: the UUIDs of these devices.
+        cupy, nccl: the version of CuPy, and the version of NCCL that CuPy finds; None if missing.
+        cuda_aware: whether MPI can send CUDA memory, as text; None if not tested.
         tolerates_faults: whether mpirun lets the other ranks run when a rank is lost (`--with-ft ulfm`).
-        has_fence: whether there is a memory fence for this processor. Ranks need a fence to synchronize in shared memory.
-        site_file: a text with the path of the site file and the keys that the file changes.
-        site_problem: the reason why the site file cannot be read, and the remedy; None if there is no problem.
+        has_fence: whether there is a memory fence for this processor, which shared memory needs.
+        site_file: the path of the site file and the keys that it changes, as text.
+        site_problem: why the site file cannot be read, and the remedy; None if there is no problem.
     """
 
     host: HostIdentity
@@ -104,7 +103,7 @@ class Observation:
 def observe(
     environ: Mapping[str, str], mpi_lack: str | None, cuda_aware: str | None = None, sharing: str | None = None
 ) -> Observation:
-    """Collect the facts about this process and its machine. This function does not communicate, and does not start MPI."""
+    """Collect the facts about this process, without communication, and without starting MPI."""
     launch, problem = _launch(environ)
     shm_total, shm_free = _shared_memory()
     cupy, nccl = _cupy()
@@ -231,6 +230,6 @@ def _cupy() -> tuple[str | None, str | None]:
 
 
 def nccl_version_in_words(number: int) -> str:
-    """Convert NCCL's version number to text: 22703 is "2.27.3", and 2804 (before NCCL 2.9) is "2.8.4". A pure function."""
+    """Convert NCCL's version number to text: 22703 is "2.27.3", and 2804 (before NCCL 2.9) is "2.8.4"."""
     step = 10_000 if number >= 10_000 else 1_000
     return f"{number // step}.{number % step // 100}.{number % 100}"

@@ -1,1 +1,1 @@
-"""`syncline report FOLDER` shows files that the ranks of a job wrote. Installed packages provide readers for such files."""
+"""`syncline report FOLDER` shows files that the ranks of a job wrote, by readers of installed packages."""

@@ -1,4 +1,4 @@
-"""The command `report`, which shows a folder with all installed readers (`ReportReader`) that find files in the folder."""
+"""The command `report` shows the files in a folder with all installed readers (`ReportReader`)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ENTRY_POINT_GROUP = "syncline.report_readers"
 class ReportReader(Protocol):
     """Shows one kind of files in a folder. A package registers a reader as an entry point of `syncline.report_readers`.
 
-    A reader is an object or a module. A reader may also have a function `html(folder, arguments) -> str`, which returns the
-    reader's part of the HTML page. If the reader has no such function, the page shows the reader's text.
+    A reader is an object or a module. It may also have a function `html(folder, arguments) -> str`, which returns its part of
+    the HTML page. Without this function, the page shows the reader's text.
 
     Attributes:
         EXPECTED: describes the files that the reader looks for, such as "failure records (rank-*.json)".
@@ -33,7 +33,7 @@ class ReportReader(Protocol):
         """Whether the folder has files that this reader can show."""
 
     def text(self, folder: Path, arguments: argparse.Namespace) -> str:
-        """Return the content of the files in readable form, as text for the terminal.
+        """Return the content of the files, as text for the terminal.
 
         Raises:
             InvalidArgumentError: a file cannot be read.
@@ -49,7 +49,7 @@ def load_readers() -> list[ReportReader]:
 
 
 def html_of(reader: ReportReader, folder: Path, arguments: argparse.Namespace) -> str:
-    """Return the reader's part of the page. If the reader has no `html`, this is the reader's text."""
+    """Return the reader's part of the HTML page."""
     own = getattr(reader, "html", None)
     return own(folder, arguments) if own is not None else f"<pre>{html.escape(reader.text(folder, arguments))}</pre>"
 
@@ -73,7 +73,7 @@ td:first-child, th:first-child {{ text-align: left; }}</style>
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command: the folder, `--html`, and the options that the readers have."""
+    """Add the arguments of the command: the folder, `--html`, and the readers' options."""
     parser.add_argument("folder", type=Path, help="the folder that SYNCLINE_TRACE or an error names")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write an HTML page, complete in one file")
     for reader in load_readers():
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the reports of the folder. With `--html`, also write the reports as an HTML page.
+    """Print the reports of the folder. With `--html`, also write them as an HTML page.
 
     Raises:
         InvalidArgumentError: the folder does not exist, no reader finds a file in the folder, or the page cannot be written.

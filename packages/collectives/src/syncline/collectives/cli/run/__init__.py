@@ -2,7 +2,7 @@
 
 A rank uses the modules in this order:
 
-1. `command`: reads the options, and refuses wrong options before the job starts.
+1. `command`: reads the options.
 2. `ranks`: finds this process's rank, from MPI, Slurm or PMI, and sets torchrun's variables.
    `local`: starts the ranks, if no launcher started this process.
 3. `output`: redirects the standard streams, if the options say so.

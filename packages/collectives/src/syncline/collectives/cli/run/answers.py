@@ -2,16 +2,15 @@
 
 When the script has imported torch, this module changes four things in torch:
 
-1. For the URLs `env://` and `tcp://`, the ranks meet in a store on rank 0. The other ranks reach this store by MPI messages, so
-   rank 0 opens no port.
-2. torch looks up the backend of each device in its class `BackendConfig`. This module replaces `BackendConfig` by a subclass,
-   which names a backend of Syncline instead of the script's backend. The script and torch still see the name that the script
-   used.
-3. torch makes every group with the function `_new_process_group_helper`. This module replaces this function by its own
-   function, which decides whether point 2 applies to the group. For the default group, rank 0 logs this decision.
-4. If the command line says so, this module replaces `DistributedDataParallel` and the default time limit.
+1. For the URLs `env://` and `tcp://`, the ranks meet in a store on rank 0. The other ranks reach it by MPI messages, so rank 0
+   opens no port.
+2. torch looks up the backend of each device in its class `BackendConfig`. A subclass of it names a backend of Syncline instead
+   of the script's backend. The script and torch still see the script's name.
+3. torch makes every group with the function `_new_process_group_helper`. A replacement decides whether point 2 applies to the
+   group. For the default group, rank 0 logs this decision.
+4. If the command line says so, `DistributedDataParallel` and the default time limit are replaced.
 
-These changes do not make collectives slower, because collectives do not use the changed code.
+Collectives do not use the changed code, so they are not slower.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class Answers:
     Args:
         job: this process's rank, and the other ranks of its job.
         backend: a key of `BACKENDS`.
-        ddp: returns the class that replaces torch's `DistributedDataParallel`. This function is called when torch is loaded.
-            None: do not replace the class.
+        ddp: returns the class that replaces torch's `DistributedDataParallel`; called when torch is loaded. None: do not
+            replace the class.
         timeout_s: the default time limit of groups. None: torch's default.
     """
 
@@ -102,8 +101,7 @@ class Answers:
     def _meeting(self, torchs: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         """Return the function that replaces torch's rendezvous `torchs`.
 
-        If all ranks of the job meet, they meet through MPI. Otherwise, for example in a forked child, the function calls
-        `torchs`.
+        It meets through MPI if all ranks of the job meet. Otherwise, for example in a forked child, it calls `torchs`.
         """
 
         def meet(url: str, timeout: timedelta | None = None, **kwargs: Any) -> Iterator[Any]:
@@ -133,7 +131,7 @@ class Answers:
         answers, torchs_helper, torchs_config = self, c10d._new_process_group_helper, c10d.BackendConfig
 
         class BackendConfig(torchs_config):  # type: ignore[misc, valid-type]
-            """Names our backend for every device, while torch makes a group over our backend."""
+            """Names Syncline's backend for every device, while torch makes a group over this backend."""
 
             def get_device_backend_map(self) -> dict[str, str]:
                 named: dict[str, str] = super().get_device_backend_map()
@@ -164,7 +162,7 @@ class Answers:
             c10d._MPI_AVAILABLE = True
 
     def _choose(self, named: Mapping[str, str], size: int, rank: int, members: list[int]) -> str | None:
-        """Return our backend for a group. None: the group stays torch's own. For `named`, see `carrier_for`."""
+        """Return Syncline's backend for a group. None: the group stays torch's own. For `named`, see `carrier_for`."""
         carrier = carrier_for(named, self._backend)
         if carrier is None:
             return None
@@ -206,11 +204,9 @@ def unknown_names(c10d: object, rendezvous: object) -> list[str]:
 
 
 def carrier_for(named: Mapping[str, str], backend: str) -> str | None:
-    """Return the name of Syncline's backend for a group. None: torch's own backend carries the group. A pure function.
+    """Return the name of Syncline's backend for a group. None: torch's own backend carries the group.
 
-    Args:
-        named: for each type of device, the backend that the script named.
-        backend: a key of `BACKENDS`.
+    `named` is the script's backend for each type of device. `backend` is a key of `BACKENDS`.
     """
     names = set(named.values())
     if backend == "keep" or not names <= {"gloo", "mpi", "nccl"}:
@@ -227,7 +223,7 @@ class _WhenLoaded(MetaPathFinder):
         self._act = act
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        """Return the spec from the other finders, with a loader that runs the module and then calls our function."""
+        """Return the spec from the other finders, with a loader that runs the module and then calls `act`."""
         if name != self._name:
             return None
         sys.meta_path.remove(self)

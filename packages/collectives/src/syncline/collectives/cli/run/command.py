@@ -197,10 +197,7 @@ def _run(script: Script, words: Sequence[str], ending: Ending) -> None:
 
 
 def _refuse(message: str, status: int = 2) -> NoReturn:
-    """End this process. Of the ranks of a node that refuse with the same message, only one prints the message.
-
-    The ranks choose this rank through a file, because MPI may not have started.
-    """
+    """End this process. Of the ranks of a node that refuse with the same message, only one prints the message."""
     # The file's name has the parent's process id. Each run of a launcher has its own parent, so no run silences another run.
     if is_first(f"refused-{os.getppid()}-{crc32(message.encode()):08x}", run_began_s()):
         _say(message)

@@ -1,14 +1,11 @@
 """End a rank of a job, so that no other rank waits for it for ever.
 
-torchrun ends a job when one worker fails. If no worker fails, each worker may end when it is done. `syncline run` has these
-rules:
-
 1. An uncaught exception ends the job at once. The rank that failed first prints the exception. Other ranks that fail at about
    the same time print one line that names the first rank.
 2. A status other than 0 (`sys.exit(3)`) ends the job with this status, after the script's own exit handlers. If all ranks end
    at about the same time, the job is not aborted.
-3. A rank that ends without failure sleeps until the other ranks end, too. Every process must finalize MPI before it ends.
-   Otherwise the launcher kills the other ranks. `os._exit(0)` does not finalize MPI, so this module replaces `os._exit`.
+3. A rank that ends without failure sleeps until the other ranks end, too. A process that ends without finalizing MPI makes the
+   launcher kill the other ranks. `os._exit(0)` does not finalize MPI, so this module replaces `os._exit`.
 
 These rules do not hold for child processes of ranks.
 """
@@ -106,10 +103,7 @@ class Ending:
         return None if first == job.rank else f"rank {first} failed first, and its traceback says why"
 
     def _note_ours(self, function: Callable[..., object], *arguments: object, **named: object) -> Callable[..., object]:
-        """Called in place of `atexit.register`. Register the handler, and keep Syncline's handlers for `_exit_at_once`.
-
-        Syncline's handlers close objects that use MPI.
-        """
+        """Called in place of `atexit.register`. Also keep Syncline's own handlers, for `_exit_at_once`."""
         if (getattr(function, "__module__", None) or "").startswith("syncline."):  # C functions may have no module
             self._ours.append(lambda: function(*arguments, **named))
         return self._register(function, *arguments, **named)
@@ -155,7 +149,7 @@ class Ending:
 def _leave_hydra() -> None:
     """Tell MPICH's mpiexec that this process ends in good order. Otherwise mpiexec would kill the other ranks.
 
-    MPICH itself does this in an exit handler of the C library, but `os._exit` skips exit handlers.
+    MPICH's own exit handler tells this, but `os._exit` skips exit handlers.
     """
     number = os.environ.get("PMI_FD", "")
     if number.isdigit() and "HYDI_CONTROL_FD" in os.environ:
@@ -182,9 +176,7 @@ def _print(error: BaseException) -> None:
 def first_to_fail(world: MPI.Intracomm, failed_at: float) -> int:
     """Return the rank that failed first. All ranks that fail at about the same time call this function.
 
-    Args:
-        world: a communicator of all ranks.
-        failed_at: when this rank failed, in seconds since the epoch.
+    `failed_at` is the time of this rank's failure, in seconds since the epoch.
     """
     from mpi4py import MPI
 

@@ -1,4 +1,4 @@
-"""Start the ranks on this machine: with the mpiexec of the installed MPI, or, without MPI, as child processes."""
+"""Start the ranks on this machine, with the installed MPI or as child processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Redirect the standard streams: put the rank before each line of output, show only rank 0's output, or end the input.
+"""Redirect the standard streams.
 
-This file is also a program, which puts the rank before each line. The program runs as a separate process. So the program reads
-the output of a rank and its children to the end, even if the rank is killed. The program writes each line in one piece.
+This file is also the program that puts the rank before each line of output. As a separate process, it reads the output of a
+rank and its children to the end, even if the rank is killed.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ def tag_lines(rank: int) -> None:
 
 
 def _filter(tag: bytes, sources: dict[int, int]) -> None:
-    """Copy lines from each source to its target, with the tag before each line, until all sources end.
-
-    Sources and targets are file descriptors.
-    """
+    """Copy lines from each source to its target (file descriptors), with the tag before each line, until all sources end."""
     import selectors
 
     begun = dict.fromkeys(sources, b"")

@@ -1,4 +1,4 @@
-"""Find this process's rank in its job. Then set torchrun's variables, from which the script reads the rank."""
+"""Find this process's rank in its job, and set torchrun's variables."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ class Job:
     Attributes:
         rank, size: this rank's number in the job, and the number of ranks.
         local_rank, local_size: this rank's number among the ranks of this node, and the number of these ranks.
-        node, nodes: this node's number, and the number of nodes. Nodes are numbered in the order of their lowest ranks.
-        address, port: the address and the port where rank 0 may listen. The port was free when it was chosen.
-        run_id: a name of this run, which is the same on all ranks.
+        node, nodes: this node's number, in the order of the nodes' lowest ranks, and the number of nodes.
+        address, port: where rank 0 may listen. The port was free when it was chosen.
+        run_id: a name of this run, the same on all ranks.
         carrier: the name of the launcher that gave this information.
-        world: a communicator of all ranks; None without MPI. Only `syncline run` uses this communicator.
+        world: a communicator of all ranks, only for `syncline run`; None without MPI.
         local_cores: for each rank of this node, the cores that it may use.
         without_mpi: the reason why MPI is not used; None if MPI is used.
         has_blocks: whether each node has consecutive ranks, as with torchrun.
@@ -124,11 +124,7 @@ class Job:
 def find_job(environ: Mapping[str, str], wanted: int | None) -> Job | None:
     """Find this process's job. Return None if there is no launcher, so that the caller must start `wanted` ranks.
 
-    In an MPI job, this function starts MPI. Then all ranks must call this function.
-
-    Args:
-        environ: the environment variables.
-        wanted: how many ranks the user asked for (`-n`), or None.
+    In an MPI job, this function starts MPI, and all ranks must call it. `wanted` is the number that the user asked for (`-n`).
 
     Raises:
         LaunchError: two launchers were used, a rank of a job started this process, or the launcher and the MPI library belong
@@ -160,16 +156,12 @@ def find_job(environ: Mapping[str, str], wanted: int | None) -> Job | None:
 
 
 def started_id(starter: int) -> str:
-    """Return the prefix of the run id, if the process `starter` (`syncline run -n N`) has started the ranks without MPI."""
+    """Return the prefix of the run id of ranks that the process `starter` has started without MPI."""
     return f"{RUN_ID_PREFIX}started-{starter}-"
 
 
 def set_variables(job: Job, environ: MutableMapping[str, str]) -> list[str]:
-    """Set torchrun's variables.
-
-    Returns:
-        The variables that had a different value before, for example from the user's shell. An entry is "RANK=3 (now 0)".
-    """
+    """Set torchrun's variables. Return those that had another value before, such as "RANK=3 (now 0)"."""
     wanted = job.variables()
     stale = [name for name in TORCHRUN if environ.get(name, wanted[name]) != wanted[name]]
     told = [f"{name}={environ[name]} (now {wanted[name]})" for name in stale]
@@ -179,14 +171,12 @@ def set_variables(job: Job, environ: MutableMapping[str, str]) -> list[str]:
 
 
 def threads_for(local_cores: Sequence[frozenset[int]], local_rank: int, quota: float) -> int:
-    """Return the number of threads that a rank should run. A pure function.
-
-    This is the rank's share of the cores that it may use, but at most the rank's share of the quota.
+    """Return the number of threads for a rank: its share of its cores, or of the quota if this is smaller.
 
     Args:
-        local_cores: for each rank of the node, the cores that this rank may use. A launcher may give each rank its own cores.
+        local_cores: for each rank of the node, the cores that this rank may use.
         local_rank: the rank's index in `local_cores`.
-        quota: how many cores all ranks of the node together may keep busy. A container may set such a limit.
+        quota: how many cores all ranks of the node together may keep busy.
     """
     share = sum(1 / sum(core in cores for cores in local_cores) for core in local_cores[local_rank])
     return max(1, int(min(share, quota / len(local_cores)) + 1e-9))
@@ -208,7 +198,7 @@ def core_quota() -> float:
 
 
 def _started_here(environ: Mapping[str, str]) -> Job:
-    """Return the job of a rank that `syncline run -n N` has started without MPI. `syncline run` has set the variables."""
+    """Return the job of a rank that `syncline run -n N` has started without MPI."""
     rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     return Job(
         rank=rank,
@@ -298,7 +288,7 @@ def _start_mpi(launch: Launch) -> str | None:
 def _let_the_script_start_mpi(mpi: Any) -> None:
     """Let the script's calls of `MPI.Init` and `MPI.Finalize` do nothing.
 
-    MPI has started already. It ends with the process, because our groups may be in use after the script's `Finalize`.
+    MPI has started already, and Syncline's groups may need it after the script's `Finalize`.
     """
     global _finalize
     _finalize = mpi.Finalize
@@ -307,11 +297,7 @@ def _let_the_script_start_mpi(mpi: Any) -> None:
 
 
 def end_mpi() -> None:
-    """End MPI in this process.
-
-    `syncline run` may have replaced `MPI.Finalize` by a function that does nothing, because the script may call it too early.
-    This function calls the original `MPI.Finalize`.
-    """
+    """End MPI in this process, by the original `MPI.Finalize`, which `syncline run` may have replaced."""
     from mpi4py import MPI
 
     (_finalize or MPI.Finalize)()
@@ -401,7 +387,7 @@ def first_host(hosts: str) -> str:
 
 
 def free_port() -> int:
-    """Return a port of this machine that is free now. Another process may take the port later."""
+    """Return a port of this machine that is free now."""
     with socket.create_server(("", 0)) as listener:
         return int(listener.getsockname()[1])
 
@@ -411,8 +397,8 @@ def _agree_on_address(
 ) -> tuple[str, int]:
     """Agree on an address of rank 0's host, and on a free port of this host. A collective.
 
-    With several nodes, one rank of each other node tries the addresses of rank 0. The ranks use an address that all these ranks
-    have reached, or else the address that most of them have reached.
+    With several nodes, the ranks use an address of rank 0 that all other nodes have reached, or else the address that most of
+    them have reached.
     """
     is_host = world.Get_rank() == 0
     port = world.bcast(_free_port(environ) if is_host else None)

@@ -1,4 +1,4 @@
-"""Finds, compiles and runs the script as `__main__`, as `python` would."""
+"""Find, compile and run the script as `__main__`, as `python` would."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Script:
 def find_script(name: str, *, is_module: bool) -> Script:
     """Find and compile the script, and put its folder first in `sys.path`.
 
-    With `is_module`, `name` is the name of a module. Then the current folder comes first in `sys.path`, and this function runs
-    the `__init__` of the module's packages, as `python -m` does.
+    With `is_module`, `name` is the name of a module. Then the current folder comes first, and the `__init__` of the module's
+    packages runs, as with `python -m`.
 
     Raises:
         ScriptError: the script does not exist, or it cannot be read.

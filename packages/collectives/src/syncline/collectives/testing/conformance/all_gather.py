@@ -52,7 +52,7 @@ def into_rows_and_columns(group: ProcessGroup) -> None:
 
 
 def input_is_one_of_the_outputs(group: ProcessGroup) -> None:
-    """Check an input that is also one of the outputs: the output for this rank (a common case), or for another rank."""
+    """Check an input that is also one of the outputs, for this rank or for another rank."""
     for shift in range(group.size):
         rows = torch.zeros(group.size, 7)
         mine = rows[(group.rank + shift) % group.size]
@@ -72,7 +72,7 @@ def large(group: ProcessGroup) -> None:
 
 
 def lazily_conjugated(group: ProcessGroup) -> None:
-    """Check lazy conjugates, for which torch sets only a flag of the tensor (`is_conj`), as input and as outputs."""
+    """Check lazy conjugates (`is_conj`), as input and as outputs."""
     mine = torch.complex(values((5,), group.rank), values((5,), group.rank + 1))
     outputs = [torch.zeros(5, dtype=torch.complex64) for _ in range(group.size)]
     group.all_gather(outputs, mine.conj())

@@ -59,7 +59,7 @@ _FACTOR = 0.5
 def every_dtype_and_reduction(group: ProcessGroup) -> None:
     """Check every dtype with every reduction.
 
-    If `DTYPES_OF` has the dtype for the reduction, the result must be right. Otherwise the group must refuse the call.
+    The result must be right if `DTYPES_OF` has the dtype for the reduction. Otherwise the group must refuse the call.
     """
     computed = set()
     for op in ReduceOp:
@@ -75,7 +75,7 @@ def every_dtype_and_reduction(group: ProcessGroup) -> None:
 
 
 def reduction(op: ReduceOp) -> Reduction:
-    """Return the reduction for an op: the op itself, or, for PREMUL_SUM, the op with a factor."""
+    """Return the op itself, or, for PREMUL_SUM, the op with a factor."""
     return premul_sum(_FACTOR) if op is ReduceOp.PREMUL_SUM else op
 
 
@@ -133,7 +133,7 @@ def layouts_differ_between_ranks(group: ProcessGroup) -> None:
 
 
 def large(group: ProcessGroup) -> None:
-    """Check tensors of 1,000,001 elements. This number is not divisible by most numbers of ranks."""
+    """Check tensors of 1,000,001 elements, a number that most numbers of ranks do not divide."""
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         tensor = terms((1_000_001,), group.rank, dtype)
         group.all_reduce(tensor)
@@ -141,7 +141,7 @@ def large(group: ProcessGroup) -> None:
 
 
 def same_bits_everywhere(group: ProcessGroup) -> None:
-    """Check that all ranks get the same bits from random inputs, although rounding depends on the order of additions."""
+    """Check that all ranks get the same bits from random inputs."""
     generator = torch.Generator().manual_seed(4321 + group.rank)
     for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
         for dtype in sorted(FLOATS | COMPLEX, key=str):
@@ -163,7 +163,7 @@ def _expect_same_everywhere(group: ProcessGroup, tensor: torch.Tensor, what: str
 
 
 def halves_round_once(group: ProcessGroup) -> None:
-    """Check that float16 and bfloat16 are added in float32. Otherwise small terms are lost, and AVG can overflow."""
+    """Check that float16 and bfloat16 are added in float32."""
     for dtype, big in ((torch.bfloat16, 256), (torch.float16, 2048)):
         tensor = torch.full((9,), big if group.rank == 0 else 1, dtype=dtype)
         group.all_reduce(tensor)
@@ -176,7 +176,7 @@ def halves_round_once(group: ProcessGroup) -> None:
 
 
 def infinities_and_nans(group: ProcessGroup) -> None:
-    """Check that an inf or nan of one rank reaches all ranks. Then a loss scaler skips the training step on all ranks."""
+    """Check that an inf or nan of one rank reaches all ranks."""
     last = group.size - 1
     for op in (ReduceOp.SUM, ReduceOp.AVG):
         for dtype in sorted(FLOATS, key=str):
@@ -197,7 +197,7 @@ def infinities_and_nans(group: ProcessGroup) -> None:
 
 
 def integers_are_averaged_towards_zero(group: ProcessGroup) -> None:
-    """Check that the mean of integers is rounded towards zero, for positive and negative numbers."""
+    """Check that the mean of integers is rounded towards zero."""
     for dtype in (torch.int8, torch.int32, torch.int64):
         tensor = torch.tensor([7, -7, 3 * group.size], dtype=dtype) if group.rank == 0 else torch.zeros(3, dtype=dtype)
         group.all_reduce(tensor, ReduceOp.AVG)
@@ -206,7 +206,7 @@ def integers_are_averaged_towards_zero(group: ProcessGroup) -> None:
 
 
 def truth_values(group: ProcessGroup) -> None:
-    """Check bool tensors. As in torch, the sum is a logical or, and the product is a logical and."""
+    """Check bool tensors: the sum is a logical or, and the product is a logical and, as in torch."""
     mine = torch.tensor([group.rank == 0, True, False])
     for op, expected in ((ReduceOp.SUM, [True, True, False]), (ReduceOp.PRODUCT, [group.size == 1, True, False])):
         tensor = mine.clone()
@@ -215,7 +215,7 @@ def truth_values(group: ProcessGroup) -> None:
 
 
 def lazily_conjugated(group: ProcessGroup) -> None:
-    """Check lazy conjugates and negations: torch sets only a flag of the tensor. The values count, not the bytes in memory."""
+    """Check lazy conjugates and negations: the values count, not the bytes in memory."""
     numbers = torch.complex(terms((6,), group.rank), terms((6,), group.rank + 1))
     tensor = numbers.clone().conj()
     group.all_reduce(tensor)

@@ -1,4 +1,4 @@
-"""Checks of all_to_all and all_to_all_single: equal and unequal parts, every dtype, parts without elements."""
+"""Checks of all_to_all and all_to_all_single."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lists(group: ProcessGroup) -> None:
 
 
 def lists_of_different_shapes(group: ProcessGroup) -> None:
-    """Check strided tensors. The sizes differ between pairs of ranks, and some tensors are empty."""
+    """Check strided tensors whose sizes differ between pairs of ranks. Some are empty."""
     inputs = [_parcel(group.rank, dst, (2 * group.rank + dst, 3)) for dst in range(group.size)]
     outputs = [torch.zeros(3, 2 * src + group.rank).t() for src in range(group.size)]
     group.all_to_all(outputs, [entry.t().contiguous().t() for entry in inputs])
@@ -45,7 +45,7 @@ def single_even(group: ProcessGroup) -> None:
 
 
 def single_uneven(group: ProcessGroup) -> None:
-    """Check a call with splits. The number of rows differs between pairs of ranks, and some pairs exchange no rows."""
+    """Check a call with splits that differ between pairs of ranks. Some pairs exchange no rows."""
     sent = [(group.rank + dst) % 3 for dst in range(group.size)]
     received = [(src + group.rank) % 3 for src in range(group.size)]
     tensor = torch.cat([_parcel(group.rank, dst, (rows, 4)) for dst, rows in enumerate(sent)])
@@ -56,7 +56,7 @@ def single_uneven(group: ProcessGroup) -> None:
 
 
 def large(group: ProcessGroup) -> None:
-    """Check large tensors. MPI does not buffer large tensors, so each send waits for its receiver."""
+    """Check large tensors, which MPI does not buffer: each send waits for its receiver."""
     tensor = torch.stack([_parcel(group.rank, dst, (300_001,)) for dst in range(group.size)])
     output = torch.zeros_like(tensor)
     group.all_to_all_single(output, tensor)

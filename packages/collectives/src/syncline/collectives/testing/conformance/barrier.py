@@ -12,9 +12,9 @@ from .values import Check, CheckError, expect, expect_equal, sum_of_terms, terms
 
 
 def waits_for_all(group: ProcessGroup) -> None:
-    """Check that no rank leaves before the last rank has come.
+    """Check that no rank leaves before the last rank has come, by the node's clock.
 
-    The check compares times of the node's clock. Clocks of several nodes differ, so on several nodes this check always passes.
+    On several nodes, this check always passes.
     """
     jitter = random.Random(group.rank)
     stamps = []

@@ -30,7 +30,7 @@ def every_layout(group: ProcessGroup) -> None:
 
 
 def layouts_differ_between_ranks(group: ProcessGroup) -> None:
-    """Check memory layouts that differ between ranks: the root's tensor may be transposed, and another rank's contiguous."""
+    """Check memory layouts that differ between ranks."""
     for root in range(group.size):
         for shift in range(len(SAME_SHAPE)):
             layout = SAME_SHAPE[(group.rank + shift) % len(SAME_SHAPE)]
@@ -58,7 +58,7 @@ def nan_keeps_its_bits(group: ProcessGroup) -> None:
 
 
 def lazily_conjugated(group: ProcessGroup) -> None:
-    """Check a root's lazy conjugate, for which torch sets only a flag. The other ranks must get the conjugated values."""
+    """Check a root's lazy conjugate: the other ranks must get the conjugated values."""
     mine = torch.complex(values((5,), group.rank), values((5,), group.rank + 1))
     for root in range(group.size):
         tensor = mine.clone().conj() if group.rank == root else mine.clone()

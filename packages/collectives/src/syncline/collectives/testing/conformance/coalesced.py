@@ -1,4 +1,4 @@
-"""Checks of broadcast_coalesced. The result must be the same as if each tensor were broadcast alone."""
+"""Checks of broadcast_coalesced, which must give the result of single broadcasts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BUFFER_SIZES_BYTES = (1, 40, 1000, 250 * 1024 * 1024)
 
 
 def every_buffer_size(group: ProcessGroup) -> None:
-    """Check every root and several buffer sizes. Some tensors are larger than a buffer, and one size fits all tensors."""
+    """Check every root and several buffer sizes, below and above the tensors' sizes."""
     shapes = [(3,), (), (0,), (500,), (7, 9), (1,), (2, 0, 3), (300,), (4, 4)]
     for root in range(group.size):
         for size_bytes in _BUFFER_SIZES_BYTES:
@@ -24,7 +24,7 @@ def every_buffer_size(group: ProcessGroup) -> None:
 
 
 def mixed_dtypes(group: ProcessGroup) -> None:
-    """Check a list with alternating dtypes. A buffer holds one dtype, so its tensors are not neighbours in the list."""
+    """Check a list with alternating dtypes. A buffer holds one dtype."""
     root = group.size - 1
     dtypes = MOVABLE_DTYPES * 2
     for size_bytes in _BUFFER_SIZES_BYTES:
@@ -55,7 +55,7 @@ def nothing_to_send(group: ProcessGroup) -> None:
 
 
 def model_state(group: ProcessGroup) -> None:
-    """Check the parameters and buffers of a module. Parameters require gradients, and one buffer is an integer."""
+    """Check the parameters and buffers of a module."""
     torch_state = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
     tensors = [*torch_state.parameters(), *torch_state.buffers()]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Checks of work and futures: several collectives are in flight, and the program waits for them in any order."""
+"""Checks of work and futures, with several collectives in flight."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def no_truth_value(group: ProcessGroup) -> None:
 
 
 def a_callback_that_raises(group: ProcessGroup) -> None:
-    """Check that an error of a callback reaches only the chained future. The work and the group must stay usable."""
+    """Check that an error of a callback reaches only the chained future."""
 
     def fail(_: torch.futures.Future[list[torch.Tensor]]) -> None:
         raise ValueError("the callback's own error")

@@ -12,7 +12,7 @@ from .values import LAYOUTS, MOVABLE_DTYPES, Check, Laid, expect, expect_equal, 
 
 
 def ring(group: ProcessGroup) -> None:
-    """Check every dtype and layout in a ring: each rank receives from its left neighbour and sends to its right neighbour."""
+    """Check every dtype and layout in a ring, from the left neighbour to the right neighbour."""
     if group.size == 1:
         return
     left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
@@ -62,7 +62,7 @@ def tags(group: ProcessGroup) -> None:
 
 
 def any_source(group: ProcessGroup) -> None:
-    """Check receives from any source: each message arrives once, and the work of a receive names the sender."""
+    """Check receives from any source: each message arrives once, and the work names the sender."""
     if group.rank > 0:
         group.send(values((5,), group.rank), 0, tag=3)
         return
@@ -91,7 +91,7 @@ def futures(group: ProcessGroup) -> None:
 
 
 def refusals(group: ProcessGroup) -> None:
-    """Check that calls are refused if the peer is the rank itself or outside the group, or if the tag is below 0."""
+    """Check that a peer outside the group, the rank itself as peer, and a tag below 0 are refused."""
     tensor = torch.zeros(2)
     for name, call in (
         ("send to oneself", partial(group.send, tensor, group.rank)),

@@ -1,8 +1,6 @@
 """Checks of random sequences of calls, on the group and on groups of its ranks.
 
-All ranks issue the same calls. Each rank waits for its asynchronous calls in its own order, and compares the results with
-results that it computes from the inputs of all ranks. Tensors have several layouts, and the memory around a tensor must not
-change.
+All ranks issue the same calls, but wait for asynchronous calls in different orders.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ _Issued = tuple[Callable[[], object], Sequence[tuple[Laid, torch.Tensor]]]
 
 @dataclass
 class _Drawn:
-    """The random choices for one call. They are the same on every rank."""
+    """The random choices for one call, the same on every rank."""
 
     pick: random.Random = field(repr=False)
     shape: list[int]
@@ -69,7 +67,7 @@ class _Caller:
     """Issues random calls on one rank.
 
     Attributes:
-        groups: the groups by name; the names are the same on all ranks. None: this rank is in no group of this name.
+        groups: the groups by name. None: this rank is in no group of this name.
         roots: for each name, the size of the smallest group with this name. Only ranks below this size become roots.
         pick: a random generator, in the same state on every rank.
         own: a random generator, in another state on each rank.
@@ -93,10 +91,7 @@ class _Caller:
     def place(self, values: torch.Tensor, group: ProcessGroup, *, is_alike: bool = True) -> Laid:
         """Make a tensor with these values, in a layout that was drawn.
 
-        Args:
-            values: the content.
-            group: allocates the window, if the layout has one.
-            is_alike: whether all ranks make a tensor of this size. If not, the tensor is not in a window.
+        If the layout has a window, `group` allocates it, but only if all ranks make a tensor of this size (`is_alike`).
         """
         name = self.layout if is_alike else self.own.choice(["plain", "offset", "strided", "transposed"])
         layout, block = _layout(name, values.shape), None
@@ -111,7 +106,6 @@ class _Caller:
     # ---- calls ----
 
     def issue(self) -> None:
-        """Issue a call on one of the groups, and wait for some calls."""
         self.number += 1
         name = self.pick.choice(["all", "all", "all", *self.groups])
         kind = self.pick.choice([key for key in dir(self) if key.startswith("call_")])

@@ -1,4 +1,4 @@
-"""Checks of wrong arguments. The group must refuse such a call before it communicates, and must stay usable."""
+"""Checks of wrong arguments, which the group must refuse before it communicates."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def overlapping_memory(group: ProcessGroup) -> None:
 
 
 def overlapping_parts(group: ProcessGroup) -> None:
-    """Check that the small tensor may lie inside the large tensor only as this rank's part; other overlaps are refused."""
+    """Check that the small tensor may lie inside the large tensor only as this rank's part."""
     block = torch.zeros(group.size * 3 + 3)[: group.size * 3]
     across = block.as_strided((3,), (1,), 1)
     _refused(group, "gathering a piece", partial(group.all_gather_into_tensor, block, across), f"part number {group.rank}")
@@ -51,7 +51,7 @@ def overlapping_parts(group: ProcessGroup) -> None:
 
 
 def overlapping_memory_may_be_read(group: ProcessGroup) -> None:
-    """Check that several elements of an input may share memory, and that an output of one element may come from `expand`."""
+    """Check that elements of an input may share memory, and that an output of one element may come from `expand`."""
     outputs = [torch.empty(3, 4) for _ in range(group.size)]
     group.all_gather(outputs, torch.full((1, 4), float(group.rank)).expand(3, 4))
     for rank, output in enumerate(outputs):
@@ -79,7 +79,7 @@ def wrong_layout(group: ProcessGroup) -> None:
 
 
 def no_memory(group: ProcessGroup) -> None:
-    """Check that every call refuses a tensor without memory. The call may be blocking or asynchronous."""
+    """Check that every call refuses a tensor without memory."""
     freed = torch.ones(6)
     freed.untyped_storage().resize_(0)
     transformed: list[torch.Tensor] = []
@@ -129,7 +129,7 @@ def _calls_on(group: ProcessGroup, tensor: torch.Tensor) -> list[partial[Work]]:
 
 
 def wrong_numbers(group: ProcessGroup) -> None:
-    """Check that roots, tags, splits and sizes must be integers, that sizes must be in range, and that a dtype must be one."""
+    """Check that roots, tags, splits and sizes must be integers in range, and that a dtype must be one."""
     size = group.size
     unchecked: Any = group  # as in a caller's code without types
     for root in (0.5, "0", None):
@@ -153,8 +153,7 @@ def wrong_numbers(group: ProcessGroup) -> None:
 def tensors_that_stand_for_others(group: ProcessGroup) -> None:
     """Check tensors without memory of their own: results of torch's functional collectives, and fake tensors.
 
-    If an argument is the result of a functional collective, the call first waits for this result. A fake tensor has no values,
-    so a call with a fake tensor sends nothing and returns at once.
+    A call must first wait for a functional collective whose result it gets. A call with a fake tensor must send nothing.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._functional_collectives import AsyncCollectiveTensor

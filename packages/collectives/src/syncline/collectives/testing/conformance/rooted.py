@@ -53,7 +53,7 @@ def gather_every_layout(group: ProcessGroup) -> None:
 
 
 def scatter_every_root_and_dtype(group: ProcessGroup) -> None:
-    """Check that rank r gets entry r of the root's list. The values also depend on the root."""
+    """Check that rank r gets entry r of the root's list."""
     for root in range(group.size):
         for dtype in MOVABLE_DTYPES:
             entries = [values((13,), 2 * root + rank, dtype) for rank in range(group.size)]

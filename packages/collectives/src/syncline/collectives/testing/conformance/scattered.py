@@ -1,4 +1,4 @@
-"""Checks of all_gather_into_tensor, reduce_scatter and reduce_scatter_tensor. Part r of the large tensor is rank r's part."""
+"""Checks of all_gather_into_tensor, reduce_scatter and reduce_scatter_tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .values import LAYOUTS, MOVABLE_DTYPES, Check, Laid, expect, expect_equal, 
 
 
 def into_tensor(group: ProcessGroup) -> None:
-    """Check that part r of the output is rank r's tensor, for plain and for strided outputs."""
+    """Check that part r of the output is rank r's tensor."""
     for dtype in MOVABLE_DTYPES:
         output = torch.zeros(group.size * 3, 5, dtype=dtype)
         group.all_gather_into_tensor(output, values((3, 5), group.rank, dtype))
@@ -24,7 +24,7 @@ def into_tensor(group: ProcessGroup) -> None:
 
 
 def into_tensor_in_place(group: ProcessGroup) -> None:
-    """Check an input that is this rank's part of the output. FSDP gathers in this way."""
+    """Check an input that is this rank's part of the output, as in FSDP."""
     output = torch.zeros(group.size, 7)
     output[group.rank] = values((7,), group.rank)
     group.all_gather_into_tensor(output, output[group.rank])
@@ -33,7 +33,7 @@ def into_tensor_in_place(group: ProcessGroup) -> None:
 
 
 def reduce_scatter_every_dtype_and_reduction(group: ProcessGroup) -> None:
-    """Check that rank r gets part r of the result, for every dtype and reduction. The input is a list or one tensor."""
+    """Check that rank r gets part r of the result, for every dtype and reduction."""
     seen = set()
     for op in ReduceOp:
         for dtype in sorted(DTYPES_OF[op], key=str):
@@ -56,7 +56,7 @@ def reduce_scatter_every_dtype_and_reduction(group: ProcessGroup) -> None:
 
 
 def reduce_scatter_sum(group: ProcessGroup) -> None:
-    """Check sums in every layout. Each part has a different sum, so that the check notices a wrong part."""
+    """Check sums in every layout. Each part has a different sum."""
     for layout in LAYOUTS:
         inputs = [Laid(layout, terms(layout.shape, group.rank) * (part + 1)) for part in range(group.size)]
         output = Laid(layout, values(layout.shape, group.size))

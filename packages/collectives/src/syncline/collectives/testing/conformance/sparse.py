@@ -1,4 +1,4 @@
-"""Checks of all_reduce of sparse tensors: sums, tensors without elements, and shapes that differ between ranks."""
+"""Checks of all_reduce of sparse tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sums(group: ProcessGroup) -> None:
 
 
 def nothing_present(group: ProcessGroup) -> None:
-    """Check tensors without elements: on all ranks, or on all ranks except the last rank."""
+    """Check tensors without elements, on all ranks or on all ranks except the last."""
     empty = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0, 2), (8, 2), check_invariants=True)
     tensor = empty.clone()
     group.all_reduce(tensor)

@@ -1,4 +1,4 @@
-"""Checks of `split`: groups of some ranks, another order of ranks, a split of a split group, and groups in use together."""
+"""Checks of `split`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .values import Check, expect, expect_equal, expect_raises, values
 
 
 def by_color(group: ProcessGroup) -> None:
-    """Check that the ranks of one color form a group, in the order of the keys. The group's `ranks` must be right."""
+    """Check that the ranks of one color form a group, in the order of the keys."""
     part = group.split(group.rank % 2, -group.rank)
     assert part is not None
     members = [rank for rank in range(group.size) if rank % 2 == group.rank % 2][::-1]
@@ -36,7 +36,7 @@ def without_color(group: ProcessGroup) -> None:
 
 
 def nested_and_together(group: ProcessGroup) -> None:
-    """Check the split of a group that `split` has made. Parent and part may have collectives in flight at the same time."""
+    """Check the split of a group that `split` has made, and collectives in flight on both."""
     part = group.split(0, group.rank)
     assert part is not None
     inner = part.split(part.rank)

@@ -4,7 +4,7 @@ The author of a backend calls `run_conformance` on every rank, with a function t
 
     run_conformance(lambda: load_backend("mine").connect(request))
 
-You can also make each check a separate test: ``@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)``.
+Each check can also be a separate test: ``@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)``.
 """
 
 from __future__ import annotations
@@ -57,10 +57,9 @@ CHECKS: dict[str, Check] = {
 
 
 def run_conformance(make_group: Callable[[], ProcessGroup]) -> None:
-    """Run all checks. Each check gets a new group, which is closed after the check. Every rank must call this function.
+    """Run all checks, each on a new group, which is closed after the check. Every rank must call this function.
 
-    Args:
-        make_group: makes a new group of the same ranks. All ranks make each call together, so `make_group` may communicate.
+    `make_group` makes a new group of the same ranks. All ranks call it together, so it may communicate.
 
     Raises:
         CheckError: a check failed. The message names the check, and the cause is the check's error. The group was aborted.

@@ -1,7 +1,7 @@
 """Checks that all ranks run a group's collectives in the same order, including collectives that callbacks issue.
 
-See Note [One total order] in `engine.queue`. Each collective here gathers a label from all ranks. If the order differs between
-ranks, a collective gathers different labels. On some backends the ranks then hang, or report a disagreement.
+See Note [One total order] in `engine.queue`. Each collective gathers a label from all ranks. If the order differs, a collective
+gathers different labels, or the ranks hang or report a disagreement.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class _LabelledCollectives:
         return self._group.all_gather(self._results[label], torch.tensor([_number(label)]), async_op=async_op)
 
     def run(self, label: str) -> None:
-        """Issue a collective, wait for it, and log its label."""
         self.start(label, async_op=False)
         self.log.append(label)
 
@@ -66,13 +65,13 @@ def _wait_for_all(futures: list[torch.futures.Future[Any]]) -> None:
 def callbacks_that_wait(group: ProcessGroup) -> None:
     """Check a callback that issues a collective and waits for it.
 
-    On every rank, the callback's collective runs before the main thread's next collective.
+    On every rank, the callback's collective must run before the main thread's next collective.
     """
     _callbacks_that_wait(_LabelledCollectives(group), lambda _collectives, _k: None)
 
 
 def callbacks_while_the_main_thread_issues(group: ProcessGroup) -> None:
-    """Check that the main thread can issue collectives and wait for them while callbacks also issue collectives and wait."""
+    """Check that the main thread and callbacks can issue collectives and wait for them at the same time."""
     _callbacks_that_wait(
         _LabelledCollectives(group), lambda collectives, k: collectives.start(f"C{k}", async_op=k % 2 == 0).wait()
     )
@@ -93,7 +92,7 @@ def _callbacks_that_wait(collectives: _LabelledCollectives, meanwhile: Callable[
 
 
 def nested_callbacks(group: ProcessGroup) -> None:
-    """Check callbacks within callbacks, two levels deep. Each level issues a collective and waits for it."""
+    """Check callbacks within callbacks, two levels deep, which issue collectives and wait."""
     collectives = _LabelledCollectives(group)
     futures = []
     for k in range(_ROUNDS):
@@ -116,7 +115,7 @@ def nested_callbacks(group: ProcessGroup) -> None:
 
 
 def chains_that_do_not_wait(group: ProcessGroup) -> None:
-    """Check callbacks that issue a collective and attach a callback to it instead of waiting, as in a PowerSGD hook."""
+    """Check callbacks that issue a collective and attach a callback to it, as in a PowerSGD hook."""
     collectives = _LabelledCollectives(group)
     last: list[torch.futures.Future[Any]] = []
     for k in range(_ROUNDS):
@@ -135,11 +134,7 @@ def chains_that_do_not_wait(group: ProcessGroup) -> None:
 
 
 def callbacks_attached_late(group: ProcessGroup) -> None:
-    """Check a callback that is attached when its collective has finished on one rank, but maybe not on other ranks.
-
-    If the collective has finished, the callback runs at once, before the next collective is issued. So the order is the same on
-    all ranks.
-    """
+    """Check a callback that is attached when its collective has finished on one rank only."""
     collectives = _LabelledCollectives(group)
     for k in range(_ROUNDS):
         work = collectives.start(f"A{k}")

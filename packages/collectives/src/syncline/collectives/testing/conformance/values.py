@@ -1,4 +1,4 @@
-"""Inputs and expected results of the checks. Values depend on the rank and the index, and tensors have many layouts."""
+"""Inputs and expected results of the checks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CheckError(AssertionError):
 
 
 def values(shape: Sequence[int], rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a tensor of integers from 0 to 126, which depend on rank and index. For bool, True stands for odd integers."""
+    """Return a tensor of integers from 0 to 126, which depend on rank and index."""
     numel = math.prod(shape)
     index = torch.arange(numel, dtype=torch.int64)
     numbers = (index * 7 + index // _MODULUS * 3 + (rank + 1) * 29) % _MODULUS
@@ -57,7 +57,7 @@ def sum_of_terms(shape: Sequence[int], size: int, dtype: torch.dtype = torch.flo
 
 @dataclass(frozen=True)
 class Layout:
-    """A memory layout of a tensor. The tensor is a view of a contiguous block of memory, which may be larger."""
+    """A memory layout: a view of a contiguous block of memory, which may be larger."""
 
     name: str
     block_shape: tuple[int, ...]
@@ -95,7 +95,7 @@ SAME_SHAPE = (
 
 
 class Laid:
-    """A tensor that lies inside a block of memory. `expect` checks that the rest of the block has not changed.
+    """A tensor that lies inside a block of memory.
 
     Args:
         layout: the tensor's layout in the block.
@@ -150,11 +150,10 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def expect_raises(kind: type[BaseException], call: Callable[[], Any], what: str, mentions: str = "") -> None:
-    """Check that `call` raises an error of class `kind`, and that the error's message contains `mentions`.
+    """Check that `call` raises an error of class `kind`, whose message contains `mentions`.
 
     Raises:
-        CheckError: `call` raised no error, or the message does not contain `mentions`. An error of another class passes
-            through.
+        CheckError: there is no error, or another message. An error of another class passes through.
     """
     try:
         call()
