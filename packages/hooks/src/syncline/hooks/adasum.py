@@ -20,7 +20,7 @@ def adasum_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     Source: S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.
 
     Args:
-        process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
+        process_group: a group of Syncline or torch; None: the group of the DDP.
         bucket: the gradients, dense and of a floating-point dtype.
 
     Returns:

@@ -16,7 +16,7 @@ def allreduce_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Average the bucket over the ranks, in the bucket's dtype and in place.
 
     Args:
-        process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
+        process_group: a group of Syncline or torch; None: the group of the DDP.
         bucket: the gradients.
 
     Returns:

@@ -34,8 +34,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:
     Returns:
         A future of the bucket's buffer.
 
-    Cost: two all_reduces of `side * rank` elements, where `side` is the square root of the bucket's number of elements, rounded
-    up.
+    Cost: two all_reduces of `side * rank` elements, where `side` is the square root of the number of elements, rounded up.
     """
     return run(state, bucket, _bucketwise)
 

@@ -14,8 +14,8 @@ from .sites import Sites
 def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
     """Average the bucket in its own dtype inside each site, and as bfloat16 between sites.
 
-    A site is a set of ranks with fast links between them, such as a node: `Sites(group, str(placement_of(group).node))`. The
-    hook rounds to bfloat16 twice: first the sum of each site, divided by the number of all ranks, then the sum over the sites.
+    A site is a set of ranks with fast links, such as a node: `Sites(group, str(placement_of(group).node))`. The hook rounds to
+    bfloat16 twice: first the sum of each site, divided by the number of all ranks, then the sum over the sites.
 
     Args:
         sites: the group of all ranks that train together, divided into sites.

@@ -20,13 +20,13 @@ def fp16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     infinite. (Over NCCL, each gradient is divided first, and the result of each addition is rounded.)
 
     Args:
-        process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
+        process_group: a group of Syncline or torch; None: the group of the DDP.
         bucket: the gradients, of a floating-point dtype.
 
     Returns:
         A future of the bucket's buffer.
 
-    Cost: one all_reduce of two bytes for each element, and two bytes of extra memory for each element.
+    Cost, for each element: two bytes in one all_reduce, and two bytes of extra memory.
     """
     return _average_as(torch.float16, process_group, bucket)
 
@@ -38,13 +38,13 @@ def bf16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     bfloat16 has the range of float32, but only 8 bits of precision. Sums are computed as in `fp16_compress_hook`.
 
     Args:
-        process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
+        process_group: a group of Syncline or torch; None: the group of the DDP.
         bucket: the gradients, of a floating-point dtype.
 
     Returns:
         A future of the bucket's buffer.
 
-    Cost: one all_reduce of two bytes for each element, and two bytes of extra memory for each element.
+    Cost, for each element: two bytes in one all_reduce, and two bytes of extra memory.
     """
     return _average_as(torch.bfloat16, process_group, bucket)
 
@@ -60,9 +60,9 @@ def fp16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[
     `hook` gets float16 tensors from the bucket's `buffer()` and `gradients()`. Its result may have any dtype.
 
     Returns:
-        A hook that takes the state of `hook`. Its result is the bucket's own buffer, in the bucket's own dtype.
+        A hook that takes the state of `hook`. Its result is the bucket's own buffer, in its own dtype.
 
-    Cost: the cost of the wrapped hook on a bucket of float16, and two bytes of extra memory for each element.
+    Cost: the cost of `hook` on a float16 bucket, and two bytes of extra memory for each element.
     """
     return _with_cast(torch.float16, hook)
 

@@ -29,12 +29,12 @@ class CompressionState:
 
     Args:
         compressor: `Int8()`, `OneBit()`, `TopK(0.01)`, `RandomK(0.01)`, or your own.
-        process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
-        use_error_feedback: keep the part of a gradient that was not sent, and add it to the next step's gradient. The kept
-            parts need as much memory as the gradients.
+        process_group: a group of Syncline or torch; None: the group of the DDP.
+        use_error_feedback: keep the part of a gradient that was not sent, and add it to the next step's gradient. Needs as much
+            memory as the gradients.
         random_seed: the seed for compressors that choose at random, such as `RandomK`, 0 to 2**32 - 1.
-        named_parameters: pairs of a name and a parameter. `state_dict` uses these names. Syncline's DDP provides names without
-            this argument. torch's DDP does not, and the state then uses numbers as names.
+        named_parameters: pairs of a name and a parameter. `state_dict` uses these names. Syncline's DDP has its own names;
+            under torch's DDP, the state uses numbers without this argument.
 
     Raises:
         InvalidArgumentError: `compressor` is not a compressor, or the seed is out of range.
@@ -116,7 +116,7 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
 
     Args:
         state: the compressor, and the error feedback.
-        bucket: the gradients, dense and of a floating-point dtype. For 16-bit gradients the hook computes in float32.
+        bucket: the gradients, dense and of a floating-point dtype. 16-bit gradients are computed in float32.
 
     Returns:
         A future of the bucket's buffer.
@@ -125,8 +125,8 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     ranks.
 
     Raises:
-        MisuseError: the state is not a CompressionState, the bucket holds integers or a sparse gradient, or the loaded state
-            belongs to another model or to another number of ranks.
+        MisuseError: the state is not a CompressionState or was saved by another model or number of ranks, or the bucket holds
+            integers or a sparse gradient.
     """
     if not isinstance(state, CompressionState):
         raise MisuseError(f"expected a CompressionState as the hook's state, found {type(state).__name__}")

@@ -30,10 +30,7 @@ class DiLoCoOptimizer(WrappingOptimizer):
         outer gradient          the parameters after the latest synchronisation, minus the present average of all replicas
         outer step              SGD with Nesterov momentum; every replica continues from the result
 
-    Do not wrap the model in DDP, unless you pass `sites`. Buffers, such as the statistics of batch normalisation, are not
-    synchronised.
-
-    With `fragments` above 1, parts of the parameters are synchronised in turn (Streaming DiLoCo).
+    Do not wrap the model in DDP, unless you pass `sites`. Buffers are not synchronised.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Douillard et al.,
     "Streaming DiLoCo with overlapping communication", 2025. The defaults are the values of the first paper.
@@ -42,22 +39,23 @@ class DiLoCoOptimizer(WrappingOptimizer):
         optim: the inner optimizer, AdamW in the papers.
         named_parameters: pairs of a name and a parameter of a floating-point dtype, with the same names on all ranks. The
             constructor is a collective that gives all ranks the first rank's values.
-        process_group: a group of Syncline or of torch, with one rank of each replica; None means torch's default group.
+        process_group: a group of Syncline or torch, with one rank of each replica; None: torch's default group.
         sites: in place of `process_group`, all ranks, divided into sites. Each site has one replica: wrap the model in DDP over
             `sites.inside`. Only the first rank of each site communicates with other sites.
         sync_every: H, the number of inner steps between two outer steps, the same on all ranks.
         outer_lr: the learning rate of the outer optimizer, above 0.
         outer_momentum: the momentum of the outer optimizer, at least 0 and below 1.
-        fragments: the number of fragments, or for each fragment a list of parameter names.
+        fragments: synchronise parts of the parameters in turn (Streaming DiLoCo). The number of fragments, or for each fragment
+            a list of parameter names.
         overlap_steps: for how many inner steps an average runs in the background, from 0 to `sync_every` - 1.
         mixing: the weight of a parameter's present value in the outer step, at least 0 and below 1. It must be 0 if
             `overlap_steps` is 0. The second paper recommends 0.5.
-        compressor: for example `Int8()` or `Int4()`. The ranks send only the changes since the latest synchronisation,
-            compressed with error feedback. None: the ranks send whole parameters.
+        compressor: for example `Int8()`. The ranks send only the changes since the latest synchronisation, compressed with
+            error feedback. None: the ranks send whole parameters.
         seed: the compressor's seed, 0 to 2**32 - 1; 0 without a compressor.
 
-    Bytes sent by each rank for each step, on average: one all_reduce of all parameters, divided by H. float16 and bfloat16
-    parameters are sent as float32. With a compressor: one all_gather of the compressor's message, divided by H.
+    Bytes sent by each rank for each step, on average: one all_reduce of all parameters (16-bit parameters as float32), divided
+    by H. With a compressor: one all_gather of its message, divided by H.
 
     Extra memory: two copies of the parameters in float32 or float64 (one copy without momentum), and a copy of each fragment
     whose average is in progress. With a compressor, one more copy of the parameters.

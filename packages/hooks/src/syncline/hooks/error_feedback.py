@@ -39,12 +39,7 @@ class ErrorFeedback:
     def take(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
         """Return the remembered error of a parameter, and forget it. The caller may overwrite the returned tensor.
 
-        Args:
-            name: the parameter's name.
-            like: the parameter's gradient, in any shape.
-
-        Returns:
-            The error in the shape and on the device of `like`. None if no error is remembered.
+        The error has the shape and the device of `like`, the parameter's gradient in any shape. None if no error is remembered.
 
         Raises:
             MisuseError: the error and the gradient differ in size, because the error was loaded from another model's state.

@@ -8,15 +8,12 @@ from syncline.collectives import InvalidArgumentError
 
 
 def balanced_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Distribute items over `count` fragments of about the same size.
+    """Distribute items over `count` fragments of about the same size. Return the indices of each fragment's items, in order.
 
-    The items are placed from the largest to the smallest, each in the smallest fragment so far.
+    No fragment is empty. The items are placed from the largest to the smallest, each in the smallest fragment so far.
 
     Source: Graham, "Bounds on multiprocessing timing anomalies", 1969 (longest processing time first). The largest fragment is
     at most 4/3 of the largest fragment of the best division.
-
-    Returns:
-        The indices of each fragment's items, in ascending order. No fragment is empty.
 
     Raises:
         InvalidArgumentError: there are fewer items than fragments, or `count` is below 1.

@@ -21,12 +21,11 @@ class PostLocalSGDState:
     The arguments are those of torch's class. Every rank passes the same arguments, except for its own subgroup.
 
     Args:
-        process_group: averages gradients in the first `start_localSGD_iter` steps. None means the group of the DDP that runs
-            the hook.
-        subgroup: averages gradients in all later steps, for example the ranks of a node. A group of Syncline or of torch.
+        process_group: averages gradients in the first `start_localSGD_iter` steps. None: the group of the DDP.
+        subgroup: a group of Syncline or torch that averages gradients in all later steps, for example the ranks of a node.
             Required (unlike in torch), unless `post_local_gradient_allreduce` is False.
         start_localSGD_iter: the number of first steps in which gradients are averaged over all ranks, 0 or above.
-        post_local_gradient_allreduce: False: gradients are not averaged after the first `start_localSGD_iter` steps.
+        post_local_gradient_allreduce: whether gradients are averaged in later steps.
 
     Raises:
         InvalidArgumentError: `start_localSGD_iter` is negative, or the subgroup is missing.
@@ -79,7 +78,7 @@ class PostLocalSGDState:
 def post_localSGD_hook(state: PostLocalSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
     """Average the bucket over all ranks in the first steps, and over a subgroup (or not at all) in later steps.
 
-    After the first `start_localSGD_iter` steps, the replicas become different. `PostLocalSGDOptimizer` makes them equal again.
+    In later steps, the replicas become different. `PostLocalSGDOptimizer` makes them equal again.
 
     Source: Lin, Stich, Patel, Jaggi, "Don't use large mini-batches, use local SGD", 2020.
 

@@ -20,8 +20,6 @@ class PostLocalSGDOptimizer(WrappingOptimizer):
     Args:
         optim: the local optimizer, which changes only this rank's replica.
         averager: decides after which steps the replicas are averaged.
-
-    Cost: the cost of `ModelAverager.average_parameters`.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:

@@ -43,7 +43,7 @@ def compression_ratio(shapes: Sequence[Sequence[int]], rank: int, min_compressio
     """Return the number of elements in gradients of these shapes, divided by the number of elements that are sent.
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", 2019,
-    appendix F. Like the paper, a `min_compression_rate` of 1 compresses every gradient that becomes smaller.
+    appendix F, where `min_compression_rate` is 1.
     """
     plans = [plan_matrix(shape, rank, min_compression_rate) for shape in shapes]
     return sum(plan.rows * plan.columns for plan in plans) / sum(plan.numel_sent for plan in plans)

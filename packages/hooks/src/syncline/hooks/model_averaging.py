@@ -24,8 +24,8 @@ class ModelAverager(ABC):
     """Averages a model's parameters over a group, after some of the optimizer's steps.
 
     Args:
-        process_group: a group of Syncline or of torch; None means torch's default group.
-        warmup_steps: the number of steps without averaging at the start of the training.
+        process_group: a group of Syncline or torch; None: torch's default group.
+        warmup_steps: the number of first steps without averaging.
 
     Attributes:
         step: the number of calls of `average_parameters` so far. To resume a training, set `step` to the saved number.
@@ -57,12 +57,12 @@ class ModelAverager(ABC):
 
 
 class PeriodicModelAverager(ModelAverager):
-    """Averages over the whole group every `period` steps. The first average is after the first step after the warm-up.
+    """Averages over the whole group every `period` steps, beginning with the first step after the warm-up.
 
     Args:
-        period: the number of steps between two averages, 1 or above. A period of 1 costs as much as averaging gradients.
-        warmup_steps: the number of steps without averaging at the start of the training.
-        process_group: a group of Syncline or of torch; None means torch's default group.
+        period: the number of steps between two averages, 1 or above.
+        warmup_steps: the number of first steps without averaging.
+        process_group: a group of Syncline or torch; None: torch's default group.
 
     Raises:
         InvalidArgumentError: the period is below 1, or the warm-up is negative.
@@ -82,15 +82,14 @@ class PeriodicModelAverager(ModelAverager):
 class HierarchicalModelAverager(ModelAverager):
     """Averages often over small groups, less often over larger groups, and least often over the whole group.
 
-    After step i (counted from 0), the average is over the groups of the largest period that divides i. Step 0 averages over the
-    whole group, unless there is a warm-up.
+    After step i (counted from 0), the average is over the groups of the largest period that divides i.
 
     Args:
         period_group_size_dict: for each period (a number of steps), the number of consecutive ranks that average together. Both
             are in ascending order. The last size is the size of the whole group, and each other size divides it.
-        warmup_steps: the number of steps without averaging at the start of the training.
-        process_group: a group of Syncline or of torch; None means torch's default group. All its ranks must call the
-            constructor, which splits the group.
+        warmup_steps: the number of first steps without averaging.
+        process_group: a group of Syncline or torch; None: torch's default group. All its ranks must call the constructor, which
+            splits the group.
 
     Source: torch's class of the same name.
 

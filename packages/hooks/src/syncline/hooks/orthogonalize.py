@@ -14,8 +14,8 @@ def orthogonalize(matrices: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
     """Make the columns of each matrix orthonormal.
 
     Matrices with one or two columns use Gram-Schmidt, twice for each column ("twice is enough": Giraud, Langou, Rozloznik,
-    2005). Other matrices use Householder QR. A column that is zero or depends linearly on earlier columns is replaced, so the
-    result has full rank. A matrix with NaN or infinity becomes NaN.
+    2005). Other matrices use Householder QR. A column that depends linearly on earlier columns is replaced, so the result has
+    full rank. A matrix with NaN or infinity becomes NaN.
 
     Args:
         matrices: [batch, rows, columns] with columns <= rows, of a floating-point dtype; not changed. 16-bit matrices are

@@ -54,7 +54,7 @@ class OuterExchange:
     Args:
         group: the group over which parameters are averaged. With `Sites`, the first ranks of all sites; None on all other
             ranks.
-        inside: the group of all ranks of this rank's site, in which the first rank broadcasts the average. None without sites.
+        inside: the group of this rank's site, in which the first rank broadcasts the average. None without sites.
         compressor: the compressor of the differences, which uses error feedback. None: whole parameters are averaged.
         seed: the compressor's seed, the same on every rank.
     """
@@ -80,8 +80,8 @@ class OuterExchange:
     ) -> PendingAverage:
         """Start to average the present values of parameters. All ranks call `start` for the same parameters in the same order.
 
-        `parameters` have floating-point dtypes. They are not changed, and not read after this call. `anchors` are the
-        parameters after the latest synchronisation, in `math_dtype`, the same on every rank.
+        `parameters` have floating-point dtypes. They are not changed, and not read after this call. `anchors` are in
+        `math_dtype`, and the same on every rank.
         """
         # Every rank draws a seed, even a rank that does not communicate: so saved states hold the same seeds on all ranks.
         seed = self.seeds.next()

@@ -15,17 +15,16 @@ from .contract import Bucket, names_in
 
 
 class ParameterNames:
-    """Names for the parameters of buckets. A parameter keeps its name when DDP divides the parameters into new buckets.
+    """Names for the parameters of buckets. A parameter keeps its name when DDP makes new buckets.
 
     A parameter's name comes from the first of these sources that exists:
 
     1. `named_parameters`.
     2. The bucket. The buckets of Syncline's DDP have the model's own names.
-    3. A number, in the order in which parameters first appear in buckets. The buckets of torch's DDP have no names. See Note
-       [Numbers and a resumed run].
+    3. A number, in the order in which parameters first appear in buckets. See Note [Numbers and a resumed run].
 
     Args:
-        named_parameters: pairs of a name and a parameter, such as `model.named_parameters()`, or None.
+        named_parameters: pairs of a name and a parameter, or None.
 
     Attributes:
         are_given: whether the constructor got names.

@@ -48,12 +48,12 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
     Returns:
         A future of the bucket's buffer.
 
-    Cost: two all_reduces (one if nothing is compressed). They carry `(rows + columns) * rank` elements of each compressed
-    gradient, and all elements of the other gradients.
+    Cost: two all_reduces (one if nothing is compressed) of `(rows + columns) * rank` elements of each compressed gradient, and
+    all elements of the others.
 
     Raises:
-        MisuseError: the state is not a PowerSGDState, the bucket holds integers or a sparse gradient, or the loaded state
-            belongs to another model or to another number of ranks.
+        MisuseError: the state is not a PowerSGDState or was saved by another model or number of ranks, or the bucket holds
+            integers or a sparse gradient.
     """
     return run(state, bucket, _layerwise)
 

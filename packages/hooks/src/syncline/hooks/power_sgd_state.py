@@ -39,7 +39,7 @@ class PowerSGDState:
     state for each model.
 
     Args:
-        process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
+        process_group: a group of Syncline or torch; None: the group of the DDP.
         matrix_approximation_rank: the number of columns of the two factors (narrow matrices) whose product approximates a
             gradient, 1 or above, usually 1 to 4. More columns are more accurate, but cost more bytes and time.
         start_powerSGD_iter: the number of first steps without compression. At least 2 with error feedback or warm start.
@@ -47,17 +47,16 @@ class PowerSGDState:
         use_error_feedback: keep the part of a gradient that was not sent (the error), and add it to the next step's gradient.
             The errors need as much memory as the compressed gradients.
         warm_start: begin each step with the factors of the previous step instead of random factors.
-        orthogonalization_epsilon: added to the length by which a column of a factor is divided. No effect on factors of more
-            than two columns. Not needed here, because `orthogonalize` replaces columns of zeros.
+        orthogonalization_epsilon: added to the length by which a column of a factor is divided, if factors have at most two
+            columns. Not needed, because `orthogonalize` replaces columns of zeros.
         random_seed: the seed of the random factors, 0 to 2**32 - 1.
         compression_stats_logging_frequency: the number of steps between two log lines with `compression_stats()`.
         batch_tensors_with_same_shape: multiply all gradients of the same shape in one batched call, which needs a copy of them.
-        named_parameters: pairs of a name and a parameter. `state_dict` uses these names. Syncline's DDP provides names without
-            this argument. torch's DDP does not, and the state then uses numbers as names.
+        named_parameters: pairs of a name and a parameter. `state_dict` uses these names. Syncline's DDP has its own names;
+            under torch's DDP, the state uses numbers without this argument.
 
     Raises:
-        InvalidArgumentError: an argument is out of its range, or `start_powerSGD_iter` is below 2 with error feedback or warm
-            start.
+        InvalidArgumentError: an argument is out of its range.
     """
 
     def __init__(

@@ -58,14 +58,15 @@ class Int8(_Symmetric):
 
     Source: Dettmers, "8-bit approximations for parallelism in deep learning", 2015 (linear variant).
 
-    Each tensor has one scale, which is also sent. The error of a number is at most half of its scale. If a number is NaN or
-    infinite, all numbers with the same scale become NaN or infinite.
+    The error of a number is at most half of its scale. If a number is NaN or infinite, all numbers with the same scale become
+    NaN or infinite.
 
     Args:
-        per_channel: use one scale for each index of the first dimension. More accurate if magnitudes differ between channels.
+        per_channel: use one scale for each index of the first dimension, not for each tensor. More accurate if magnitudes
+            differ between channels.
 
-    Bytes sent by each rank: 1 for each number, and 4 (8 for float64) for each scale. A rank receives the same number of bytes
-    from every other rank.
+    Bytes sent by each rank: 1 for each number, and 4 (8 for float64) for each scale. A rank receives as many from every other
+    rank.
     """
 
     _bits, _largest = 8, 127
@@ -80,7 +81,7 @@ class Int4(_Symmetric):
         per_channel: see `Int8`.
 
     Bytes sent by each rank: 1 for 2 numbers, rounded up for each tensor, and 4 (8 for float64) for each scale. A rank receives
-    the same number of bytes from every other rank.
+    as many from every other rank.
     """
 
     _bits, _largest = 4, 7
@@ -114,7 +115,7 @@ class OneBit(Compressor):
     Zero counts as positive. If a number is NaN or infinite, the whole tensor becomes NaN or infinite.
 
     Bytes sent by each rank: 1 for 8 numbers, rounded up for each tensor, and 4 (8 for float64) for each mean magnitude. A rank
-    receives the same number of bytes from every other rank.
+    receives as many from every other rank.
     """
 
     @property

@@ -23,15 +23,13 @@ FORMAT = 2
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the saved states of all ranks into one state that every rank of a job of any size can load.
 
-    The merged state has the mean of the errors of error feedback (the parts of gradients that compression left out).
-
     Args:
-        states: results of `state_dict()`, one for each rank. With `Sites`, ranks that do not communicate with other sites have
-            no errors, and the mean leaves them out.
+        states: results of `state_dict()`, one for each rank.
 
     Returns:
-        The first rank's state with the mean of the errors (in float32 for 16-bit gradients). Its "rank" and "world_size" are
-        None.
+        The first rank's state with the mean of the ranks' errors (in float32 for 16-bit gradients): the parts of gradients that
+        compression left out. With `Sites`, ranks that do not communicate with other sites have no errors, and the mean leaves
+        them out.
 
     Raises:
         InvalidArgumentError: there is no state, a state does not belong to a hook of this package, or the states are not from

@@ -35,8 +35,8 @@ class ScheduleState:
     """The phases of a training run, and the present step, the same on every rank.
 
     `ScheduleState([Phase(0, allreduce_hook), Phase(5000, powerSGD_hook, PowerSGDState(...))])` averages without compression for
-    5,000 steps, then with PowerSGD. The state of a phase counts only the steps of this phase. So here, PowerSGD begins to
-    compress in step 5,000 + `start_powerSGD_iter`.
+    5,000 steps, then with PowerSGD. The state of a phase counts only its own steps. So here, PowerSGD begins to compress in
+    step 5,000 + `start_powerSGD_iter`.
 
     Args:
         phases: the phases. The first phase has `first_step` 0, and each later phase has a larger `first_step`.

@@ -15,7 +15,7 @@ class Sites:
         site "b":  rank 3   rank 4
 
     Attributes:
-        inside: the group of all ranks of this rank's site, in the order of `group`.
+        inside: the group of all ranks of this rank's site.
         between: the group of the first ranks of all sites. None on all other ranks.
         number: the number of sites.
         ranks: the number of ranks of all sites together.

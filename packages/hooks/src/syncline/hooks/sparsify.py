@@ -19,14 +19,13 @@ class TopK(Compressor):
     Source: Aji and Heafield, "Sparse communication for distributed gradient descent", 2017; Stich et al., "Sparsified SGD with
     memory", 2018.
 
-    A NaN counts as the largest number, so it is sent.
+    A NaN counts as the largest number.
 
     Args:
-        fraction: the fraction of each tensor's numbers that is sent, above 0 and at most 1. At least one number of each tensor
-            is sent.
+        fraction: the fraction of each tensor's numbers that is sent (at least one number), above 0 and at most 1.
 
     Bytes sent by each rank for each chosen number: 4 for the index (8 in a tensor of more than 2^31 numbers), and the size of
-    the number's dtype. A rank receives as many bytes from every other rank.
+    the number's dtype. A rank receives as many from every other rank.
     """
 
     def __init__(self, fraction: float) -> None:
@@ -66,8 +65,7 @@ class RandomK(LinearCompressor):
     Source: Stich et al., "Sparsified SGD with memory", 2018.
 
     Args:
-        fraction: the fraction of each tensor's numbers that is sent, above 0 and at most 1. At least one number of each tensor
-            is sent.
+        fraction: the fraction of each tensor's numbers that is sent (at least one number), above 0 and at most 1.
 
     Bytes: one all_reduce of the chosen numbers, in the gradients' dtype.
     """

@@ -3,8 +3,7 @@
 Note [Stages]
 ~~~~~~~~~~~~~
 A hook that needs the result of one collective for the next collective is a generator. It yields each `Work`, continues when
-this work has finished, and returns the reduced bucket at the end. A stage is a part of the generator that ends at the next
-`yield` or at the generator's end.
+this work has finished, and returns the reduced bucket at the end. A stage is the part up to the next `yield` or to the end.
 
 Several buckets may be in reduction at the same time, but every rank must issue the same collectives in the same order. There
 are two ways to resume a generator:
@@ -13,8 +12,8 @@ are two ways to resume a generator:
    (`has_total_order`; see Note [One total order] in `syncline.collectives.engine.queue`). There, a callback of each work's
    future resumes the generator; see `_chained`.
 2. torch's groups order collectives by the time of the call. There, only the thread of backward resumes generators; see
-   `Pipeline`. When a bucket starts, the generator of every earlier bucket runs one more stage. When the last bucket of the
-   backward starts, all generators run to their end. The first collective of a bucket still overlaps with backward.
+   `Pipeline`. When a bucket starts, the generator of every earlier bucket runs one more stage. When the last bucket starts, all
+   generators run to their end.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Each gradient passes these files, in this order:
 
 1. `gradient_hooks`: autograd calls a hook on the parameter, which records the gradient.
-2. `pending_gradients`: detects when a bucket has enough gradients, and when all users' hooks have run. `usage` says which
-   gradients are final: their parameters get no more gradients in this backward.
+2. `pending_gradients`: detects when a bucket has enough gradients. `usage` says which gradients are final: their parameters get
+   no more gradients in this backward.
 3. `readiness`: decides which buckets may start. Buckets start in one order, which is the same on every rank.
 4. `backward_reduction`: lets each of these buckets collect its gradients into one flat buffer (`bucket`).
 5. `bucket_reduction`: starts `all_reduce(AVG)` or a communication hook. The reduction runs while backward continues.
@@ -13,8 +13,7 @@ Each gradient passes these files, in this order:
 All steps run on the thread of backward. The reducer holds its lock during steps 2 to 5.
 
 Other files: `sync_policy` decides which backwards are reduced. `bucket_building` makes the buckets, in the order that
-`arrival_order` has learned. `gradient_aliasing` avoids copies. `torch_internals` has the private parts of torch that the
-reducer uses.
+`arrival_order` has learned. `gradient_aliasing` avoids copies. `torch_internals` has the private parts of torch.
 """
 
 from .bucket_assignment import BucketAssignment, GradientSpec, assign_buckets

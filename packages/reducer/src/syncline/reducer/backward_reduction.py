@@ -25,8 +25,8 @@ class BackwardReduction:
         usage: the usage model. The caller calls its `begin` or `shadow_backward` before `start` or `start_empty`.
         reduction: starts the reduction of a bucket.
         group: the group whose ranks average their gradients.
-        statistics: the object into which the times are written.
-        mark: a text that identifies this backward; see Note [Which backward is reduced] in `sync_policy`.
+        statistics: gets the times.
+        mark: identifies this backward; see Note [Which backward is reduced] in `sync_policy`.
     """
 
     def __init__(

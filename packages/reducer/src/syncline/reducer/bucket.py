@@ -31,8 +31,8 @@ class Bucket:
 
         buffer   | view of fc.weight | view of fc.bias | view of conv.weight |     numel = the sum of the views' numels
 
-    A view has the shape of its parameter, and its strides if the parameter's elements fill their memory without gaps. For
-    example, the view of a channels-last parameter is channels-last.
+    A view has the shape of its parameter, and its strides if the parameter's elements fill their memory without gaps (also
+    channels-last).
 
     Attributes:
         indices: the parameters' indices in the reducer.

@@ -42,9 +42,8 @@ def assign_buckets(
 ) -> list[BucketAssignment]:
     """Put the gradients into buckets, in the given order, as torch.distributed does.
 
-    A cap is a size limit. A bucket that has reached its cap is closed; its last gradient may exceed the cap. Each kind has its
-    own sequence of buckets: its first bucket has the first cap, its second bucket the second cap, and so on. The last cap also
-    applies to all further buckets.
+    A bucket that has reached its size limit (cap) is closed; its last gradient may exceed the cap. For every kind, the first
+    bucket has the first cap, the second bucket the second cap, and so on. The last cap also applies to further buckets.
 
     Args:
         specs: one spec for each gradient. The result refers to a gradient by its position in this list.
@@ -52,9 +51,9 @@ def assign_buckets(
         order: the indices of `specs` in the order in which gradients come, each index once. None means the order of `specs`.
 
     Returns:
-        The buckets. Every index is in exactly one bucket. Without `order`, the buckets are sorted by their smallest index. With
-        `order`, they are in the order in which they were closed. Buckets that did not reach their cap come last, in the order
-        of their last gradients.
+        The buckets. Every index is in exactly one bucket. Without `order`, they are sorted by their smallest index. With
+        `order`, they are in the order in which they were closed; buckets below their cap come last, in the order of their last
+        gradients.
 
     Raises:
         InvalidArgumentError: there is no cap, a cap is below 0, or `order` is not a permutation.

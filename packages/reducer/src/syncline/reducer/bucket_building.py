@@ -20,7 +20,6 @@ class BucketBuilder:
     """Assigns parameters to buckets and allocates the buckets.
 
     Attributes:
-        names: the parameters' names, for errors.
         parameters: the parameters. The index of a parameter is its position in this list.
         group: the group whose ranks average their gradients. It allocates the buckets' memory.
         caps_bytes: size limits of the first, second, ... bucket. The last limit also applies to all further buckets.

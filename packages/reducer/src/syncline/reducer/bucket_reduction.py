@@ -76,8 +76,8 @@ class BucketReduction:
 class PendingReduction(ABC):
     """A bucket whose reduction is issued. The end time of the reduction is written into `times`.
 
-    Callbacks must hold no reference to the group. A callback may run on the thread of a group of torch. If it dropped the last
-    reference to this group, the group would wait for its own thread for ever.
+    Callbacks must hold no reference to the group. A callback that drops the last reference to a group of torch, on this group's
+    own thread, would wait for ever.
 
     Attributes:
         shows_bucket: whether a hook has seen the bucket's memory, and may use this memory later.
@@ -177,8 +177,8 @@ class HookReduction(PendingReduction):
 class DeferredReduction(PendingReduction):
     """A sparse bucket on a group without `has_total_order`, such as a group of torch. The reduction runs inside `wait`.
 
-    A sparse all_reduce issues further collectives in a callback, which could come in different orders on different ranks. When
-    `wait` is called, at the end of backward, all other collectives are issued already.
+    A sparse all_reduce issues further collectives in a callback, in an order that could differ between ranks. When `wait` is
+    called, all other collectives are issued already.
     """
 
     def __init__(self, bucket: SparseBucket, times: BucketTimes, group: ProcessGroup, op: Reduction) -> None:

@@ -187,19 +187,13 @@ def with_parameter_names(error: Exception, names: Sequence[str]) -> SynclineErro
 
 
 def disagreement(error: DisagreementError, where: str) -> DisagreementError:
-    """Return a copy of the error whose text also says where the ranks disagree.
-
-    If only some ranks ran a backward, the text also says how to correct the script.
-    """
+    """Return a copy of the error whose text also says where the ranks disagree, and how to correct a stray backward."""
     remedy = _STRAY_BACKWARD if is_of_a_stray_backward(str(error)) else ""
     return error.reworded(f"the ranks disagree in {where}.{remedy}\n{error}")
 
 
 def is_of_a_stray_backward(text: str) -> bool:
-    """Whether an error's text shows that a rank ran a backward that other ranks did not run.
-
-    Such a text names different backwards, or a backward that is not the first after its forward.
-    """
+    """Whether an error's text shows that a rank ran a backward that other ranks did not run."""
     marks = set(re.findall(r"backward (\d+) since forward (\d+)", text.partition("The last calls")[0]))
     return len(marks) > 1 or any(backward != "1" for backward, _ in marks)
 

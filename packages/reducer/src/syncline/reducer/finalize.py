@@ -37,8 +37,8 @@ def finalize(
 
     Args:
         reductions: the reductions of the buckets, in the order of their start.
-        statistics: the object into which the times are written.
-        globally_unused: takes indices of parameters, and returns those whose gradients stay unchanged. It may wait for other
+        statistics: gets the times.
+        globally_unused: takes indices of parameters, and returns those whose gradients stay unchanged. May wait for other
             ranks.
         on_delivery: called for each bucket, with the parameters that now have their reduced gradients.
         extra_futures: further futures to wait for.

@@ -17,9 +17,9 @@ class GradientAliasing:
 
     Note [Aliased gradients]
     ~~~~~~~~~~~~~~~~~~~~~~~~
-    A copy of the reduced gradients from the bucket takes about as long as their reduction. The bucket needs its memory again
-    only in the next backward, and `zero_grad` usually drops the gradients before. So at the end of backward, `gradient.data =
-    alias` moves a gradient into the bucket's memory. These rules apply:
+    A copy of the reduced gradients from the bucket takes about as long as their reduction. So at the end of backward,
+    `gradient.data = alias` moves a gradient into the bucket's memory. The bucket needs this memory again only in the next
+    backward, and `zero_grad` usually drops the gradients before.
 
     - A gradient is moved only if no view, no array and no storage object in Python uses its memory. All other gradients are
       copied.

@@ -24,9 +24,9 @@ class GradientHooks:
     Users' hooks may change a gradient, and may run after the reducer's hook on the parameter. So the reducer collects a bucket
     only after the parameter's autograd node has finished, when all hooks on its latest gradient have run.
 
-    A hook on every node would double the cost of the hooks. So at first, each bucket hooks only one node, of the parameter that
-    is expected to come last. If another parameter comes last, the bucket waits for the next gradient that wakes the reducer, or
-    for the end of backward. From the next backward on, the node of this parameter also has a hook.
+    A hook on every node would double the cost. So at first, each bucket hooks only the node of the parameter that is expected
+    to come last. If another parameter comes last, the bucket waits for the next gradient that wakes the reducer, or for the end
+    of backward. From the next backward on, the node of this parameter also has a hook.
 
     Args:
         parameters: the reducer's parameters.
@@ -68,10 +68,9 @@ class GradientHooks:
 
         Note [One stream for all gradients]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-        A parameter's accumulation node runs on the CUDA stream that was current when autograd made the node. If nothing refers
-        to the node, autograd makes a new node in each forward, perhaps on another stream. Then the gradients of one bucket
-        would come on two streams, and the bucket would wait for only one of them. So the reducer holds references to the nodes
-        of all parameters.
+        A parameter's accumulation node runs on the CUDA stream that was current when autograd made the node. Without a
+        reference to the node, autograd makes a new node in each forward, perhaps on another stream. Then a bucket would wait
+        for only one of two streams. So the reducer holds references to the nodes of all parameters.
         """
         self._remove()
         self.are_off = self._is_closed
@@ -106,9 +105,9 @@ class GradientHooks:
     def take_over(self) -> bool:
         """Remove the hooks of other reducers of the same parameters.
 
-        A reducer keeps its hooks if one of its forwards waits for its backward, or if one of its backwards is running. Then
-        both reducers average the gradients. They disturb each other if one of them averages gradients in place, if both use one
-        group, or if their groups have different ranks.
+        A reducer keeps its hooks if one of its forwards waits for its backward, or if one of its backwards is running. Such a
+        reducer disturbs this reducer if one of them averages gradients in place, if both use one group, or if their groups have
+        different ranks.
 
         Returns:
             False if a reducer that disturbs this reducer keeps its hooks.

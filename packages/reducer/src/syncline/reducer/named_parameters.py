@@ -12,11 +12,6 @@ from syncline.collectives import InvalidArgumentError, MisuseError
 class NamedParameters:
     """Checked names and parameters. The index of a parameter is its position, the same on every rank.
 
-    Attributes:
-        names: the names, for errors.
-        parameters: the parameters. Each requires a gradient.
-        sparse: for each parameter, whether its gradients are sparse.
-
     Raises:
         MisuseError: there is no parameter, or a parameter does not require a gradient.
         InvalidArgumentError: `sparse` does not fit the parameters.

@@ -16,10 +16,10 @@ class PendingBucket:
 
     Note [What one gradient costs]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Autograd calls a Python function for every gradient. This call takes about a microsecond, the largest cost of a reducer in
-    Python. So the function only appends an index to a list. It wakes the reducer only at a bucket's first gradient, where a
-    backward may begin, and when the bucket may be complete. The list needs no lock: all parameters of a bucket are on one
-    device, and autograd has one thread for each device.
+    The call of a Python function for every gradient takes about a microsecond, the largest cost of a reducer in Python. So this
+    function only appends an index to a list. It wakes the reducer only at a bucket's first gradient, where a backward may
+    begin, and when the bucket may be complete. The list needs no lock: all parameters of a bucket are on one device, and
+    autograd has one thread for each device.
 
     Attributes:
         members: the parameters' indices, in the order in which their gradients are expected.

@@ -88,28 +88,26 @@ class Reducer(Inherited):
                        collect, then hook or all_reduce(AVG)      (communication overlaps further backward)
         its end        finalize: wait for the buckets in order, write the results back
 
-    By default, every backward must reach all parameters, on every rank. `find_unused_parameters` and `static_graph` relax this
-    rule. If a backward reaches no parameter on one rank, the other ranks wait until the group's timeout, and raise an error
-    that names this rank.
+    By default, every backward must reach all parameters, on every rank. If a backward reaches no parameter on one rank, the
+    other ranks wait until the group's timeout, and raise an error that names this rank.
 
     Args:
         named_parameters: pairs of a name and a parameter that requires a gradient, the same on all ranks.
         group: the group whose ranks average their gradients.
-        bucket_cap_bytes: a bucket that has reached this size gets no more parameters. A list has the limits of the first,
-            second, ... bucket; its last limit also applies to further buckets.
-        first_bucket_cap_bytes: the size limit of the first bucket. A small first bucket starts communication early. No effect
-            if `bucket_cap_bytes` is a list.
+        bucket_cap_bytes: a bucket of this size gets no more parameters. A list has the limits of the first, second, ... bucket;
+            its last limit also applies to further buckets.
+        first_bucket_cap_bytes: the limit of the first bucket, unless `bucket_cap_bytes` is a list. A small first bucket starts
+            communication early.
         gradient_as_bucket_view: make `parameter.grad` a view of the bucket, to save a copy and memory.
         sparse: for each parameter, whether its gradients are sparse (COO). None: no gradient is sparse.
         find_unused_parameters: a backward may reach other parameters on each rank, but at least one. If no rank uses a
-            parameter, its gradient stays unchanged. See `DynamicUsage`.
+            parameter, its gradient stays unchanged.
         skip_all_reduce_unused_params: do not reduce a bucket whose parameters no rank uses. Requires `find_unused_parameters`.
         static_graph: every backward has the graph of the first backward. See `StaticUsage`. As in torch, this option overrides
             `find_unused_parameters`.
         delayed: names of parameters that may get any number of gradients, until the gradient of `delayed_until` arrives or
             backward ends. Their gradients are reduced last.
-        delayed_until: the name of the parameter for whose gradient the delayed parameters wait. None: they wait for the end of
-            backward.
+        delayed_until: the name of a parameter. None: the delayed parameters wait for the end of backward.
 
     Attributes:
         statistics: the times of the latest iteration.
@@ -119,12 +117,12 @@ class Reducer(Inherited):
         reductions: the number of reduced backwards so far, the same on all ranks.
 
     Extra memory: the size of all gradients. None with `gradient_as_bucket_view`. On CPUs, most large gradients share the
-    buckets' memory (see `gradient_aliasing`).
+    buckets' memory.
 
     Raises:
         MisuseError: there is no parameter, or a parameter does not require a gradient.
-        InvalidArgumentError: `sparse` does not fit the parameters, a size limit is below 0, `delayed` or `delayed_until` names
-            an unknown parameter, or `delayed_until` is given without `delayed`.
+        InvalidArgumentError: `sparse` does not fit the parameters, a size limit is below 0, a delayed name is unknown, or
+            `delayed_until` is given without `delayed`.
     """
 
     def __init__(
@@ -228,7 +226,7 @@ class Reducer(Inherited):
     def absent(self) -> Sequence[int]:
         """The indices of the parameters that the latest reduced backward did not reach on this rank.
 
-        Empty if the usage model does not look for such parameters.
+        Empty with the default usage model, which does not look for them.
         """
         return self._absent or ()
 
@@ -257,10 +255,7 @@ class Reducer(Inherited):
 
     @property
     def has_rebuilt_buckets(self) -> bool:
-        """Whether the buckets were built in the order in which gradients arrive.
-
-        False after `change_bucket_caps`, until new buckets are built.
-        """
+        """Whether the buckets have the order in which gradients arrive."""
         return self._arrival_order.is_used
 
     @property
@@ -320,8 +315,8 @@ class Reducer(Inherited):
     def on_iteration(self, callback: Callable[[IterationStatistics], None] | None) -> None:
         """Set a function that the reducer calls with the iteration's times, when all gradients are reduced.
 
-        None removes the function. The function runs on the thread of backward, on all ranks after the same backward, so it may
-        issue collectives. The caller of `shadow_backward`, which does not call the function, must issue these collectives, too.
+        None removes the function. It runs on the thread of backward, on all ranks after the same backward, so it may issue
+        collectives. `shadow_backward` does not call the function; the caller of `shadow_backward` must issue these collectives.
         The change takes effect at once.
         """
         self._on_iteration = callback
@@ -329,9 +324,8 @@ class Reducer(Inherited):
     def on_begin(self, callback: Callable[[], None] | None) -> None:
         """Set a function that the reducer calls when a reduced backward begins, before it communicates.
 
-        None removes the function. The function runs on the thread of backward, on all ranks between the same collectives, so it
-        may issue collectives. The caller of `shadow_backward`, which does not call the function, must issue these collectives,
-        too.
+        None removes the function. It runs on the thread of backward, on all ranks between the same collectives, so it may issue
+        collectives. `shadow_backward` does not call the function; the caller of `shadow_backward` must issue these collectives.
         """
         self._check_idle("on_begin")
         self._on_begin = callback
@@ -347,12 +341,12 @@ class Reducer(Inherited):
 
         Args:
             synchronizes: whether the backward of this forward is reduced. If False, the backward adds to this rank's own
-                gradients, and a later backward reduces the sum. See `GradSyncPolicy` for several forwards before one backward.
+                gradients, and a later backward reduces the sum. See `GradSyncPolicy`.
 
         Raises:
             GroupClosedError: `synchronizes` is True, and this process is a forked child of the rank.
             MisuseError: the previous backward began to reduce and never ended. Or another reducer of the same parameters is in
-                use and would disturb this reducer; see `GradientHooks.take_over`.
+                use; see `GradientHooks.take_over`.
         """
         # A fork, such as a data loader's worker, may run the model. The fork has no hooks, so there is nothing to prepare.
         if self.is_in_fork and not synchronizes:
@@ -369,7 +363,7 @@ class Reducer(Inherited):
         """Build the buckets now, if the next forward would build them. Such a call is a collective.
 
         Returns:
-            Whether this call has built the buckets in the order in which gradients arrived.
+            Whether the new buckets have the order in which gradients arrived.
         """
         self._check_idle("rebuild_buckets")
         before = self.has_rebuilt_buckets
@@ -379,12 +373,11 @@ class Reducer(Inherited):
     def change_bucket_caps(self, caps_bytes: Sequence[int]) -> None:
         """Change the bucket sizes. The next forward whose backward is reduced builds new buckets.
 
-        Every rank calls this method between the same two backwards, with the same limits of the first, second, ... bucket. The
-        last limit also applies to further buckets.
+        Every rank calls this method between the same two backwards, with the same limits of the first, second, ... bucket.
 
         Raises:
-            MisuseError: a backward is running or has failed. Or no backward has shown the order of gradients yet. With
-                `find_unused_parameters`, no backward ever shows this order.
+            MisuseError: a backward is running or has failed. Or no backward has shown the order of gradients, which it never
+                does with `find_unused_parameters`.
         """
         self._check_idle("change_bucket_caps")
         if self._arrival_order.learned is None:
@@ -404,8 +397,8 @@ class Reducer(Inherited):
     ) -> None:
         """From now on, average the gradients of these parameters, because the model has changed.
 
-        Every rank calls this method, before a forward. The next backward counts as the first backward. Existing gradients stay,
-        and the next reduction includes them. For the arguments, see the class; `bucket_cap_bytes` is a list here.
+        Every rank calls this method, before a forward. The next backward counts as the first backward. The next reduction
+        includes existing gradients. For the arguments, see the class; `bucket_cap_bytes` is a list.
 
         Raises:
             MisuseError: a backward is running or has failed.
@@ -504,12 +497,12 @@ class Reducer(Inherited):
     def reduce_gradients(self, indices: Collection[int]) -> None:
         """Take part in one backward of the other ranks with gradients that this rank already has.
 
-        This method issues the collectives of a backward, and delivers the reduced gradients. Autograd, users' hooks and the
-        functions of `on_begin` and `on_iteration` do not run. `indices` are the parameters whose gradients this rank adds.
+        This method issues the collectives of a backward, and delivers the reduced gradients of the parameters. Autograd, users'
+        hooks and the functions of `on_begin` and `on_iteration` do not run. This rank adds its gradients of `indices`.
 
         Raises:
-            MisuseError: the previous backward never ended. Or the reducer lacks `find_unused_parameters`. Or the reducer has
-                `static_graph` or `skip_all_reduce_unused_params`.
+            MisuseError: the previous backward never ended, or the reducer lacks `find_unused_parameters`, or has `static_graph`
+                or `skip_all_reduce_unused_params`.
         """
         self._check_idle("reduce_gradients")
         if not self._find_unused or self._is_static or self._skip_unused:

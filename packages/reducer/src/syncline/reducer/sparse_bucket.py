@@ -17,14 +17,8 @@ class SparseBucket:
     """The bucket of one parameter with a sparse gradient (COO), which has different elements on each rank.
 
     Between backwards the bucket holds no memory. The reduced gradient, with the elements of all ranks, replaces the parameter's
-    gradient.
-
-    Attributes:
-        indices: a list with the parameter's index in the reducer.
-        parameters: a list with the parameter.
-        names: a list with the parameter's name.
-        buffer: the gradient that is being reduced, coalesced.
-        views: an empty list.
+    gradient. `buffer` is the gradient that is being reduced, coalesced. For the other attributes, see `Bucket`; `views` is
+    empty.
     """
 
     def __init__(self, index: int, parameter: torch.nn.Parameter, name: str, group: ProcessGroup) -> None:

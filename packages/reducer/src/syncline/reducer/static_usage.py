@@ -20,8 +20,8 @@ class StaticUsage(UsageModel):
     re-entrant checkpoints). All its gradients are reduced at its end, and the ranks agree on the parameters that at least one
     rank uses. Later, a parameter is ready when its last gradient has come.
 
-    A backward inside `no_sync` may leave out parameters. It may use additional parameters only before the first backward. The
-    first reduction includes their gradients; later reductions leave them unchanged.
+    A backward inside `no_sync` may leave out parameters, but use additional ones only before the first backward. Only the first
+    reduction includes their gradients.
     """
 
     hint_missing = (

@@ -39,11 +39,11 @@ class IterationStatistics:
             this backward began.
         forward_ended: the time when the module's forward returned, as set by DistributedDataParallel. 0.0 without a wrapper.
         backward_started: the time when the first gradient was ready.
-        last_gradient: the time when the last gradient was ready. Later communication does not overlap with backward.
+        last_gradient: the time when the last gradient was ready.
         finalize_started: the time when the wait for the last reductions began.
         finished: the time when all parameters had their reduced gradients.
-        waited_s: the exposed communication: the seconds that the reduction added to backward after the last gradient was ready.
-            This time includes the start of the last buckets, the wait, and the copies of results to gradients.
+        waited_s: the exposed communication: the seconds that the reduction added to backward after the last gradient was ready,
+            including copies.
         buckets: the times of each bucket, in the order in which the buckets started.
     """
 

@@ -16,13 +16,12 @@ class GradSyncPolicy:
       Exceptions: the latest forward was within `no_sync`, or the backward itself runs within `no_sync`.
     * Every other backward adds to this rank's gradients, until a later backward is reduced.
 
-    The n-th reduced backward of one rank meets the n-th reduced backward of every other rank. To detect that a rank runs an
-    additional backward, the ranks compare a text (`mark`) together with the first bucket. The text contains the number of the
-    latest forward, and the number of backwards since this forward. In a loop that never calls the wrapper's forward, the text
-    cannot show an additional backward.
+    To detect that a rank runs an additional backward, the ranks compare a text (`mark`) together with the first bucket. The
+    text contains the number of the latest forward, and the number of backwards since this forward. In a loop that never calls
+    the wrapper's forward, the text cannot show an additional backward.
 
-    The policy counts a forward only when its backward is reduced. So one rank may run a forward without a backward, or several
-    forwards before one backward.
+    A forward counts only when its backward is reduced. So one rank may run a forward without a backward, or several forwards
+    before one backward.
 
     Attributes:
         is_due: whether the next backward is reduced.

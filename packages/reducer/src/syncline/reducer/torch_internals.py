@@ -57,7 +57,7 @@ _current_graph_task_id: Callable[[], int] = getattr(
 def current_backward() -> int:
     """Return the number of the backward on this thread. An inner backward has its own number.
 
-    If torch does not provide the number, each call returns a new number.
+    If torch lacks this number, each call returns a new number.
     """
     return _current_graph_task_id()
 
@@ -65,8 +65,8 @@ def current_backward() -> int:
 def accumulation_node(parameter: torch.nn.Parameter) -> GraphNode:
     """Return the node of autograd's graph that accumulates the parameter's gradient.
 
-    A parameter gets another node when its dtype or device changes, or when nothing refers to the old node. So a caller that
-    hooks the node must keep a reference to it.
+    A caller that hooks the node must keep a reference to it: otherwise autograd makes a new node. A change of dtype or device
+    also gives the parameter another node.
     """
     with torch.inference_mode(False), hookable(parameter):
         return torch.autograd.graph.get_gradient_edge(parameter).node
@@ -124,8 +124,7 @@ def hookable(parameter: torch.nn.Parameter) -> Iterator[None]:
 def unreached(nodes: Sequence[GraphNode]) -> list[int]:
     """Return the positions of the nodes that the running backward will not execute.
 
-    A node that only the inner backward of a re-entrant checkpoint will execute counts as unreached. Cost: 0.1 to 0.2
-    microseconds for each node.
+    Nodes of the inner backward of a re-entrant checkpoint count as unreached. Cost: 0.1 to 0.2 microseconds for each node.
     """
     will_execute = torch._C._will_engine_execute_node
     if all(map(will_execute, nodes)):  # the usual case, in half the time
@@ -151,10 +150,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def storage_users(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the number of Python references to a tensor's storage, and the number of all its users.
-
-    Compare them with the numbers of a tensor whose users are known.
-    """
+    """Return the number of Python references to a tensor's storage, and the number of all its users."""
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
 
@@ -178,9 +174,8 @@ def call_at_backward_end(callback: Callable[[], None]) -> None:
     Note [The outermost backward]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     A re-entrant checkpoint runs an inner backward inside the backward of its node. Autograd can call a callback only at the end
-    of the inner backward, when the outer backward may still have gradients to compute. So in an inner backward, this function
-    hooks the node that runs it. When this node has finished, the function calls itself. In the outermost backward it registers
-    the callback.
+    of the inner backward, when the outer backward still runs. So in an inner backward, this function hooks the node that runs
+    it. When this node has finished, the function calls itself. In the outermost backward it registers the callback.
     """
     node = enclosing_function()
     if node is None:

@@ -53,10 +53,7 @@ class UsageModel(ABC):
 
     @abstractmethod
     def needed(self, indices: Collection[int]) -> int | None:
-        """Return the number of gradients that these parameters of one bucket get in this backward.
-
-        None if the reducer must look at each gradient.
-        """
+        """Return the number of gradients that these parameters of one bucket get, or None to look at each gradient."""
 
     @abstractmethod
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
@@ -82,7 +79,7 @@ class UsageModel(ABC):
         """
 
     def may_skip(self, indices: Collection[int]) -> bool:  # noqa: ARG002 - the contract's
-        """Whether to leave out the bucket of these parameters, because no rank uses them. All ranks get the same result."""
+        """Whether no rank uses the bucket of these parameters, so that it is left out. All ranks get the same result."""
         return False
 
     def sync_used_map(self) -> None:  # noqa: B027 - in most models the ranks agree on nothing
@@ -93,10 +90,7 @@ class UsageModel(ABC):
         return frozenset()
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
-        """Return the given parameters that no rank uses. Their gradients stay unchanged.
-
-        The call may wait for the collectives that `sync_used_map` issued.
-        """
+        """Return the given parameters that no rank uses. May wait for the collectives of `sync_used_map`."""
         return frozenset()
 
     def find_nodes_again(self) -> None:  # noqa: B027 - most models hold no nodes

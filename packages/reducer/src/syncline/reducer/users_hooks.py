@@ -27,9 +27,9 @@ class UsersHooks:
 
     Note [A gradient that is used too early]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Two kinds of users' hooks make the average wrong. A hook that runs an optimizer's step uses this rank's own gradient. A hook
-    that drops the gradient leaves nothing to average. So when a bucket starts, the reducer checks the parameters with users'
-    hooks. Each gradient that has come must still exist, and the parameter must have the same version as when backward began.
+    A hook that runs an optimizer's step uses this rank's own gradient. A hook that drops the gradient leaves nothing to
+    average. So when a bucket starts, the reducer checks the parameters with users' hooks. Each gradient that has come must
+    still exist, and the parameter must have the same version as when backward began.
 
     Args:
         names: the parameters' names, for errors.

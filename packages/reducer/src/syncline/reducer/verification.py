@@ -26,8 +26,8 @@ class Difference(NamedTuple):
 
     Attributes:
         rank: the first rank that differs from rank 0.
-        reference: all parameters or options of rank 0, as read from JSON.
-        found: all parameters or options of `rank`, as read from JSON.
+        reference: the value of rank 0, as read from JSON.
+        found: the value of `rank`, as read from JSON.
     """
 
     rank: int
@@ -38,12 +38,8 @@ class Difference(NamedTuple):
 def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tensor], *, group: ProcessGroup) -> None:
     """Check that all ranks have the same parameters: names, shapes, strides, dtypes, and which ones are frozen.
 
-    Every rank of the group calls this function.
-
-    Args:
-        names: one name for each parameter, for errors.
-        parameters: the tensors to compare. Errors call a tensor a buffer if it is not a `torch.nn.Parameter`.
-        group: the group whose ranks are compared.
+    Every rank of the group calls this function. Errors use `names`, and call a tensor a buffer if it is not a
+    `torch.nn.Parameter`.
 
     Cost: an all_reduce of 16 bytes. If ranks differ, also two broadcasts of a description, and an all-gather of a byte.
 
@@ -63,15 +59,13 @@ def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tens
 def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -> None:
     """Check that all ranks have the same options. Every rank of the group calls this function.
 
-    Args:
-        options: a value for each name of the user's arguments. Values are numbers, strings, None, or sequences of such values.
-        group: the group whose ranks are compared.
+    `options` has a value for each name of the user's arguments: a number, a string, None, or a sequence of such values.
 
     Cost: the cost of `verify_same_parameters`.
 
     Raises:
-        DisagreementError: on every rank, if the options differ, or if a rank has refused its model (see `telling_the_others`).
-            The text names the different options with their values on two ranks, or the reason of the refusal.
+        DisagreementError: on every rank, if the options differ (with their names and values on two ranks), or if a rank has
+            refused its model (with the reason; see `telling_the_others`).
     """
     difference = _find_difference(options, group)
     if difference is None:
@@ -95,8 +89,7 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
 def telling_the_others(group: ProcessGroup) -> Iterator[None]:
     """A context for checks before `verify_same_options`. It tells the other ranks if the checks fail on this rank.
 
-    If the checks raise a MisuseError, `verify_same_options` raises its text as a DisagreementError on the other ranks. Without
-    this context, the other ranks would wait.
+    If the checks raise a MisuseError, `verify_same_options` raises its text as a DisagreementError on the other ranks.
 
     Raises:
         MisuseError: the error of the checks.

@@ -35,15 +35,15 @@ def run_processes(
     Args:
         script: the script that each rank runs. `sys.path` begins with the script's folder, followed by the caller's entries.
         world_size: the number of ranks.
-        folder: a folder in which the ranks can meet (`init_method="file://FOLDER"`) and write results. The output of rank R is
-            in its file `output-R`.
-        timeout_s: time limit of all ranks together, in seconds. At the limit, each rank that still runs prints the stacks of
-            its threads and is killed. Then this function prints the output of all ranks.
+        folder: a folder in which the ranks can meet (`init_method="file://FOLDER"`) and write results. Rank R's output is in
+            its file `output-R`.
+        timeout_s: time limit of all ranks together, in seconds. At the limit, the ranks print the stacks of their threads and
+            are killed, and this function prints their output.
         killed: the ranks that a signal must kill. All other ranks must exit with status 0.
         preload: modules that the server imports before it forks the ranks, also for later calls.
 
     Raises:
-        AssertionError: a rank did not end as expected, and the message has the output of all ranks. Or the server ended.
+        AssertionError: a rank (see the message), or the server, did not end as expected.
         subprocess.TimeoutExpired: the ranks reached the time limit.
     """
     outputs = [folder / f"output-{rank}" for rank in range(world_size)]

@@ -6,8 +6,8 @@
 
 1. A test that fails on one rank fails on all ranks. Only rank 0 prints, with the error messages of all ranks that failed. All
    ranks end with the same exit status.
-2. If a test fails on one rank while the other ranks wait for it in a collective, the failed rank waits for `mpi_patience_s`
-   seconds, prints its failure, and ends the job.
+2. If the other ranks wait for the failed rank in a collective, the failed rank prints its failure after `mpi_patience_s`
+   seconds, and ends the job.
 3. If a test takes longer than `mpi_limit_s` seconds on a rank, this rank prints the stacks of its threads, and ends the job.
 4. Outside mpirun, tests with the mark `mpi` are skipped.
 

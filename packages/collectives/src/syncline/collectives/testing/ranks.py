@@ -29,7 +29,7 @@ def run_ranks(world_size: int, body: Callable[..., T], *args: Any, timeout_s: fl
         body: called with the rank's group, then `args`. All ranks share the process, so give each rank its own tensors and
             models.
         args: more arguments of `body`; every rank gets the same objects.
-        timeout_s: time limit of the whole run, in seconds. A collective has nine tenths of this limit.
+        timeout_s: time limit of the whole run, in seconds. A collective has nine tenths of it.
 
     Returns:
         The results of the body, in the order of the ranks.

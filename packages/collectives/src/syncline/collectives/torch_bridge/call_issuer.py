@@ -220,8 +220,8 @@ class CallIssuer(dist.ProcessGroup):
     Note [A work that only C++ holds]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     Within `join(divide_by_initial_world_size=False)`, torch's DDP passes the work of an all-reduce of one number to its
-    reducer, which waits for the work in backward. C++ keeps only the C++ half of this work, whose `wait` would never return. So
-    the group keeps a reference to the latest works of all-reduces of one number.
+    reducer. C++ keeps only the C++ half of this work, whose `wait` would never return. So the group keeps a reference to the
+    latest works of all-reduces of one number.
 
     torch 2.6 keeps only the C++ half of every work, and may wait for it long after the call. So there the group keeps each work
     until C++ or Python waits for it or asks for its future, and a little longer, because C++ may do both.

@@ -1,14 +1,13 @@
-"""Kernels for three operators of compiled programs. torch's own kernels of these operators do not reach a group in Python.
+"""Kernels for three operators of compiled programs, which call a group's C++ backend. Syncline's groups have none.
 
-torch.compile turns collectives into functional operators. Three of them call the group's C++ backend, which Syncline's groups
-do not have. Two of these write into a given tensor, for the buckets of FSDP; the third is for batches of sends and receives.
+Two of the operators write into a given tensor, for the buckets of FSDP; the third is for batches of sends and receives.
 
 Note [Kernels of torch and the GIL]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A kernel of torch that is called from Python (`call_boxed`) keeps the GIL. If it puts a collective into the queue of a Gloo
 group, it waits for the queue's lock. The queue's thread may hold this lock while it drops a tensor that Python has seen, which
-needs the GIL. Then both threads wait for ever. So two of our kernels also serve torch's groups. They call a method of the
-group, which releases the GIL. Sends and receives do not use the queue, so batches of them on torch's groups still go to torch's
+needs the GIL. Then both threads wait for ever. So two of our kernels also serve torch's groups: they call a method of the
+group, which releases the GIL. Batches of sends and receives on torch's groups do not use the queue, and still go to torch's
 kernel.
 """
 

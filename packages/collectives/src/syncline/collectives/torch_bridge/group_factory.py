@@ -93,7 +93,7 @@ def _give_to_torch(ours: ProcessGroup, store: dist.Store) -> None:
 
 
 def create(torch_name: str, backend: str | None, devices: list[str], options: Any, pg_options: Any) -> TorchProcessGroup:
-    """Make the group that torch asks for. torch calls this function (see `register_backend`) on the group's members.
+    """Make the group that torch asks for. torch calls this function on the group's members.
 
     Args:
         torch_name: the name under which the backend is registered with torch.
@@ -103,7 +103,7 @@ def create(torch_name: str, backend: str | None, devices: list[str], options: An
         pg_options: the argument `pg_options` of torch's `init_process_group` or `new_group`.
 
     Raises:
-        InvalidArgumentError: `pg_options` were given, or torch asks for a device that the backend does not serve.
+        InvalidArgumentError: `pg_options` were given, or the backend does not serve the device.
         LaunchError: the new group has only some ranks, and there is no group of all ranks with this backend.
         BackendUnavailableError: a library or package that the backend needs is missing on this machine.
     """

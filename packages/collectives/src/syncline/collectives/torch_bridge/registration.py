@@ -132,7 +132,7 @@ def monitored_barrier(
         wait_all_ranks: whether the error names all missing ranks, or only the first.
 
     Raises:
-        CollectiveTimeout: some rank did not call this function in time. On rank 0 the message names missing ranks. On other
-            ranks the message says that rank 0 did not answer.
+        CollectiveTimeout: some rank did not call this function in time. On other ranks than rank 0, the message says that rank
+            0 did not answer.
     """
     ours(as_process_group(group), timeout, wait_all_ranks)

@@ -346,15 +346,11 @@ def _there(work: Work | None) -> Work:
 def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op: Reduction) -> Work:
     """Combine all tensors of all ranks, as if each tensor came from a different rank. Every tensor gets the result.
 
-    In contrast, `all_reduce_coalesced` reduces each tensor separately.
-
-    Args:
-        group: a Syncline group. All its ranks call this function, with the same number of tensors.
-        tensors: tensors of the same shape and dtype.
-        op: a reduction, except AVG and PREMUL_SUM, which also scale the result.
+    All ranks of `group` pass the same number of tensors of the same shape and dtype.
 
     Raises:
-        InvalidArgumentError: there is no tensor, shapes or dtypes differ, or `op` is AVG or PREMUL_SUM.
+        InvalidArgumentError: there is no tensor, shapes or dtypes differ, or `op` is AVG or PREMUL_SUM, which also scale the
+            result.
     """
     tensors = resolved(some(tensors, "allreduce"))
     # With FakeTensors, the program only computes shapes; see Note [Tensors that are no memory] in `tensors.checks`.

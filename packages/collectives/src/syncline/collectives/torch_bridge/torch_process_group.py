@@ -99,16 +99,16 @@ class TorchProcessGroup(TorchCollectives):
 
     Note [A group that torch can hold]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    * torch's Python functions call these methods by name. C++ (the reducer of torch's DDP, functional collectives) calls only
-      some of them through pybind: `all_reduce`, `broadcast`, `all_to_all_single`, `send`, `recv`, `barrier`, and the gathers
-      and scatters that take lists or coalesced tensors.
+    * torch's Python functions call these methods by name. C++ (the reducer of torch's DDP, functional collectives) reaches only
+      some of them: `all_reduce`, `broadcast`, `all_to_all_single`, `send`, `recv`, `barrier`, and the gathers and scatters that
+      take lists or coalesced tensors.
     * Some methods have two names, because torch renamed them: `all_gather_single` was `_allgather_base`, and so on.
     * C++ keeps only the C++ half of this object alive. torch's table of groups keeps the Python half alive, until the group is
       destroyed.
     * The base class stores a group's name in its C++ backends, which Syncline's groups do not have. So this class has methods
       such as `getGroupName`.
-    * If the option `asyncOp` is false, torch does not return the work to the program. So the call returns only when the
-      collective has finished.
+    * If the option `asyncOp` is false, torch does not wait for the work. So the call returns only when the collective has
+      finished.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ def mapped(error: RuntimeError) -> TransportError:
 
 
 class TorchWork(Work):
-    """A work of torch.distributed, and a last step (such as a copy) that must be done after the collective.
+    """A work of torch.distributed, and a last step (such as a copy) after the collective.
 
     If the program has asked for a future, torch's own thread does the last step. Otherwise the thread that calls `wait` does
     it, so that no Python object is left on torch's thread.
@@ -178,8 +178,8 @@ class _Delivery:
     Note [Leaving while torch's thread drops what it called]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     When a future is over, torch's thread may still hold the functions that it called. If the interpreter ends before the thread
-    drops them, the process aborts ("terminate called without an active exception"). Communication hooks of torch have this
-    problem, too. So at exit we wait until torch has dropped our functions that were called.
+    drops them, the process aborts ("terminate called without an active exception"). So at exit we wait until torch has dropped
+    our functions that were called.
 
     Then the thread drops the work, which may hold the last reference to a tensor that Python has seen. For this the thread
     needs the interpreter, too. We cannot see when it has finished. So at exit we release the GIL for the time that a waiting
@@ -188,9 +188,9 @@ class _Delivery:
     Note [Who destroys a group]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~
     The destructor of torch's Gloo group joins Gloo's threads. If the reducer of torch's DDP drops the last reference, the
-    destructor holds the GIL while it joins. But a thread that completed a bucket needs the GIL to drop the functions that it
-    called. So a program that drops its model just after backward would hang. To prevent this, we keep each group for some
-    seconds, and until Gloo's threads have dropped the functions that they called.
+    destructor holds the GIL. But a thread that completed a bucket needs the GIL to drop the functions that it called. So a
+    program that drops its model just after backward would hang. To prevent this, we keep each group for some seconds, and until
+    Gloo's threads have dropped the functions that they called.
     """
 
     def __init__(self, deliver: Callable[[Any], Any], torch_group: Any) -> None:

@@ -2,17 +2,17 @@
 
 Note [What tools see]
 ~~~~~~~~~~~~~~~~~~~~~
-A tool that watches torch's operators is a "dispatch mode", such as `CommDebugMode`, `make_fx` or `FakeTensorMode`. torch calls
-Syncline's groups without an operator, so while a mode is active, a call takes more steps:
+A "dispatch mode", such as `CommDebugMode`, `make_fx` or `FakeTensorMode`, watches torch's operators. torch calls Syncline's
+groups without an operator, so while a mode is active, a call takes more steps:
 
 1. `issue` calls torch's functional operator for the call, such as `_c10d_functional.all_reduce`. Modes see this operator, and
    may record it.
-2. The operator, in C++, calls the same method of the group again, with the modes switched off, on a new tensor. So the ranks
-   make the same calls, whether a tool watches on all ranks, on some, or on none.
+2. The operator calls the same method of the group again, with the modes switched off, on a new tensor. So the ranks make the
+   same calls, whether a tool watches on all ranks, on some, or on none.
 3. The thread that waits for the call's work copies the result to the caller's tensor.
 
-With a mode without values (a `FakeTensorMode`), a call ends after step 1. Some collectives, such as `gather`, have no
-functional operator. They run with the modes switched off, and a tracer gets an error.
+With a `FakeTensorMode`, a call ends after step 1. Some collectives, such as `gather`, have no functional operator. They run
+with the modes switched off, and a tracer gets an error.
 
 Without an active mode, calls skip these steps, which cost more than a small collective.
 """
@@ -44,8 +44,8 @@ class Seen(NamedTuple):
         inputs: the tensors that the call reads.
         outputs: the tensors that the call overwrites, one for each input.
         words: the operator's arguments between the tensors and the group's name. If one of them is None, no tool sees the call.
-        gathers: the number of ranks, if an output must be this many times as large as its input. None: not checked.
-        scatters: the number of ranks, if an input must be this many times as large as its output. None: not checked.
+        gathers: the required ratio of an output's size to its input's size; None: not checked.
+        scatters: the required ratio of an input's size to its output's size; None: not checked.
     """
 
     operator: str

@@ -2,11 +2,10 @@
 
 Sizes and factors are defined as in nccl-tests (https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). The size S of a
 collective is the size of its input or of its output, whichever is larger. For an `all_gather`, S is the size of all parts
-together. In `send_recv`, each rank sends a message of size S to the next rank. The time of one call is t.
+together. The time of one call is t.
 
 - Algorithm bandwidth = S / t, as the program sees it.
-- Bus bandwidth = S / t * factor(number of ranks). It does not depend on the number of ranks, so you can compare it with the
-  bandwidth of the hardware. If the algorithm is the best possible, it is the bandwidth of the slowest link.
+- Bus bandwidth = S / t * factor(number of ranks), which can be compared with the bandwidth of the hardware.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ class Kind:
         bus_factor: the ratio of bus bandwidth to algorithm bandwidth, for a number of ranks.
         fill: writes this rank's inputs to the buffers.
         is_right: whether the buffers of this rank have the right result.
-        least_ranks: the smallest number of ranks with which this collective can be measured.
+        least_ranks: the smallest number of ranks for this collective.
     """
 
     name: str

@@ -3,10 +3,9 @@
 1. Each subject runs the collective once on known data, and the ranks check the result. If the subject cannot run the collective
    on one rank, all ranks skip the subject.
 2. Each subject runs the collective a few times more, to warm up and to estimate the time of one call.
-3. In each round, every subject takes one sample, in every second round in reverse order. To take a sample:
-   - The subject runs the collective once without timing, to fill the caches with its data.
-   - All ranks meet in a barrier.
-   - The subject runs the collective several times. On a GPU, the clock stops when the GPU has finished.
+3. In each round, every subject takes one sample, in every second round in reverse order. For a sample, the collective runs once
+   without timing, to fill the caches. Then all ranks meet in a barrier, and the collective runs several times. On a GPU, the
+   clock stops when the GPU has finished.
 4. The value of a sample is the average time of one call, on the slowest rank.
 """
 

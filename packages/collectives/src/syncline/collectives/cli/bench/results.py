@@ -27,7 +27,6 @@ class Measurement:
     """The times of one collective of one dtype and size on one backend.
 
     Attributes:
-        collective, dtype: the collective, and the dtype of its tensors.
         size_bytes: the size S in bytes, as `kinds` defines it.
         world_size: the number of ranks.
         backend: the name of the backend, or of the baseline, such as `raw-mpi`.

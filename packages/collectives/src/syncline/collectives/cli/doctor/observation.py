@@ -33,8 +33,6 @@ class MPIFacts:
         standard: the version of the MPI standard, such as "4.1".
         abi: the binary interface of the loaded mpi4py module, such as "mpich".
         thread_level: "SINGLE", "FUNNELED", "SERIALIZED" or "MULTIPLE".
-        world_size: the size of MPI_COMM_WORLD.
-        mpi4py: mpi4py's version.
     """
 
     library: str
@@ -50,22 +48,18 @@ class Observation:
     """Facts about the node, the software and the launcher of one process.
 
     Attributes:
-        host: the node on which the process runs.
         software: names and versions of the software that must be the same on every rank.
         launcher: the name of the launcher, such as "Slurm"; None without a launcher.
         launch_problem: an error in the launcher's variables; None if there is no error.
         launch_world_size: the number of processes according to the launcher; None if unknown.
         launch_is_mpi: whether the launcher starts MPI programs.
-        mpi: facts about the MPI library that runs in this process; None if MPI does not run.
+        mpi: None if MPI does not run in this process.
         mpi_lack: the reason why MPI cannot be used on this host; None if it can.
         cores: the cores that this process may run on.
-        node_cores: the number of cores of the node.
         threads: the number of threads with which torch computes.
         shm_total_bytes, shm_free_bytes: the size of /dev/shm, and its free space. 0 if there is no /dev/shm.
-        memory_limits: the memory limits of this process.
         sharing: whether the ranks of the node can share memory, as text; None if not tested.
-        gpus: the names of the visible CUDA devices.
-        gpu_ids: the UUIDs of these devices.
+        gpus, gpu_ids: the names and the UUIDs of the visible CUDA devices.
         cupy, nccl: the version of CuPy, and the version of NCCL that CuPy finds; None if missing.
         cuda_aware: whether MPI can send CUDA memory, as text; None if not tested.
         tolerates_faults: whether mpirun lets the other ranks run when a rank is lost (`--with-ft ulfm`).

@@ -6,7 +6,7 @@ A rank uses the modules in this order:
 2. `ranks`: finds this process's rank, from MPI, Slurm or PMI, and sets torchrun's variables.
    `local`: starts the ranks, if no launcher started this process.
 3. `output`: redirects the standard streams, if the options say so.
-4. `answers`: changes torch.distributed when the script imports torch, so that the script gets Syncline's groups.
+4. `answers`: changes torch.distributed, so that the script gets Syncline's groups.
 5. `script`: runs the script as `__main__`.
 6. `ending`: lets the rank leave the job, after success or failure.
 

@@ -2,15 +2,12 @@
 
 When the script has imported torch, this module changes four things in torch:
 
-1. For the URLs `env://` and `tcp://`, the ranks meet in a store on rank 0. The other ranks reach it by MPI messages, so rank 0
-   opens no port.
-2. torch looks up the backend of each device in its class `BackendConfig`. A subclass of it names a backend of Syncline instead
-   of the script's backend. The script and torch still see the script's name.
-3. torch makes every group with the function `_new_process_group_helper`. A replacement decides whether point 2 applies to the
+1. For the URLs `env://` and `tcp://`, the ranks meet in a store on rank 0, by MPI messages. So rank 0 opens no port.
+2. A subclass of torch's `BackendConfig` names a backend of Syncline instead of the script's backend. The script and torch still
+   see the script's name.
+3. A replacement of `_new_process_group_helper`, with which torch makes every group, decides whether point 2 applies to the
    group. For the default group, rank 0 logs this decision.
 4. If the command line says so, `DistributedDataParallel` and the default time limit are replaced.
-
-Collectives do not use the changed code, so they are not slower.
 """
 
 from __future__ import annotations

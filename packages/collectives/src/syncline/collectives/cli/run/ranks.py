@@ -66,8 +66,6 @@ class Job:
     """The rank of this process, and the facts about its job.
 
     Attributes:
-        rank, size: this rank's number in the job, and the number of ranks.
-        local_rank, local_size: this rank's number among the ranks of this node, and the number of these ranks.
         node, nodes: this node's number, in the order of the nodes' lowest ranks, and the number of nodes.
         address, port: where rank 0 may listen. The port was free when it was chosen.
         run_id: a name of this run, the same on all ranks.
