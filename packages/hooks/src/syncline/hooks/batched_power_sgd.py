@@ -22,7 +22,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:
 
     This hook is less accurate than `powerSGD_hook`; use it only if `powerSGD_hook` takes too long. As in torch,
     `min_compression_rate` and `batch_tensors_with_same_shape` have no effect. A bucket with NaN or infinity becomes NaN on
-    every rank, and the state drops its errors and factor.
+    every rank, and the state drops the bucket's errors and factor.
 
     Source: see `powerSGD_hook`.
 

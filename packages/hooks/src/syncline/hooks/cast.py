@@ -60,7 +60,7 @@ def fp16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[
     `hook` gets float16 tensors from the bucket's `buffer()` and `gradients()`. Its result may have any dtype.
 
     Returns:
-        A hook that takes the state of `hook`. Its result is the bucket's own buffer, in its own dtype.
+        A hook that takes the state of `hook`. The result is the bucket's own buffer, in the bucket's own dtype.
 
     Cost: the cost of `hook` on a float16 bucket, and two bytes of extra memory for each element.
     """

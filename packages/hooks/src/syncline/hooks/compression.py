@@ -111,8 +111,8 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     All ranks get the same bits. The result for NaN and infinity depends on the compressor; the parts that were left out contain
     neither.
 
-    With `find_unused_parameters`, DDP drops the result for a parameter that no rank used in this step, and a part of its error
-    feedback is lost. In Syncline's DDP, `skip_all_reduce_unused_params=True` reduces this loss.
+    With `find_unused_parameters`, DDP drops the result for a parameter that no rank used in this step. Then a part of this
+    parameter's error feedback is lost. In Syncline's DDP, `skip_all_reduce_unused_params=True` reduces this loss.
 
     Args:
         state: the compressor, and the error feedback.

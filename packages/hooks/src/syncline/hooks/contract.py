@@ -51,8 +51,8 @@ class Bucket(Protocol):
 def communication_hook(hook: Hook) -> Hook:
     """A decorator that lets torch's `register_comm_hook` accept a hook with annotations.
 
-    torch accepts only its own types as annotations, so this decorator hides the annotations. Under torch's DDP, it also makes
-    an error of the hook's future visible in C++; see Note [Futures that fail] in `syncline.collectives.work`.
+    torch accepts only its own types as annotations, so this decorator hides the annotations. Under torch's DDP, the decorator
+    also makes an error of the hook's future visible in C++; see Note [Futures that fail] in `syncline.collectives.work`.
     """
 
     @functools.wraps(hook)

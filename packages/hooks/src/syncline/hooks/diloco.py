@@ -48,8 +48,8 @@ class DiLoCoOptimizer(WrappingOptimizer):
         fragments: synchronise parts of the parameters in turn (Streaming DiLoCo). The number of fragments, or for each fragment
             a list of parameter names.
         overlap_steps: for how many inner steps an average runs in the background, from 0 to `sync_every` - 1.
-        mixing: the weight of a parameter's present value in the outer step, at least 0 and below 1. It must be 0 if
-            `overlap_steps` is 0. The second paper recommends 0.5.
+        mixing: the weight of a parameter's present value in the outer step, at least 0 and below 1. 0 if `overlap_steps` is 0.
+            The second paper recommends 0.5.
         compressor: for example `Int8()`. The ranks send only the changes since the latest synchronisation, compressed with
             error feedback. None: the ranks send whole parameters.
         seed: the compressor's seed, 0 to 2**32 - 1; 0 without a compressor.
@@ -160,8 +160,8 @@ class DiLoCoOptimizer(WrappingOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state, with the outer optimizer's state under the additional key "outer".
 
-        The method waits for averages in progress. With sites, all ranks of a site must call it. With a compressor, save the
-        state on every rank. To continue with another number of ranks, merge the entries "outer" of all ranks with
+        The method waits for averages in progress. With sites, all ranks of a site must call this method. With a compressor,
+        save the state on every rank. To continue with another number of ranks, merge the entries "outer" of all ranks with
         `merge_states`.
         """
         exchange = self._exchange
@@ -178,7 +178,7 @@ class DiLoCoOptimizer(WrappingOptimizer):
         return {**self.optim.state_dict(), "outer": outer}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state. Load the model's parameters yourself; the state does not contain them.
+        """Continue from a saved state. The state does not contain the model's parameters; load them separately.
 
         Raises:
             MisuseError: the "outer" state is missing or belongs to another model. Or the state was saved while an average was
@@ -213,8 +213,6 @@ class DiLoCoOptimizer(WrappingOptimizer):
 
 
 class _OuterSGD:
-    """SGD with Nesterov momentum, as in torch."""
-
     def __init__(self, lr: float, momentum: float, mixing: float) -> None:
         self.lr = lr
         self.momentum = momentum
@@ -249,7 +247,6 @@ class _Fragment:
         self._mixing = outer.mixing
 
     def start(self, due: int, *, mixes: bool = True) -> None:
-        """Start to average the parameters' present values. The outer step is due after inner step `due`."""
         values = [parameter.detach() for parameter in self.parameters.values()]
         self._pending = self._exchange.start(list(self.parameters), values, self._anchors)
         self._due = due

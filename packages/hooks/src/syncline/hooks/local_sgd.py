@@ -78,7 +78,7 @@ class PostLocalSGDState:
 def post_localSGD_hook(state: PostLocalSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
     """Average the bucket over all ranks in the first steps, and over a subgroup (or not at all) in later steps.
 
-    In later steps, the replicas become different. `PostLocalSGDOptimizer` makes them equal again.
+    In later steps, the replicas become different. `PostLocalSGDOptimizer` makes the replicas equal again.
 
     Source: Lin, Stich, Patel, Jaggi, "Don't use large mini-batches, use local SGD", 2020.
 

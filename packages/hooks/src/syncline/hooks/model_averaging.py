@@ -42,7 +42,7 @@ class ModelAverager(ABC):
         """Average the parameters if an average is due after this step. In any case, count the step.
 
         Every rank must call this method after every step. `params` are parameters, or an optimizer's parameter groups. As in
-        torch, parameters without a gradient stay unchanged; they must be the same on all ranks.
+        torch, parameters without a gradient stay unchanged. All ranks must have gradients for the same parameters.
 
         Cost of a step that averages: one all_reduce of the parameters for each dtype, and extra memory of the parameters' size.
         """
@@ -53,7 +53,7 @@ class ModelAverager(ABC):
 
     @abstractmethod
     def _group_of_step(self) -> ProcessGroup | None:
-        """The group over which to average after the present step. None if no average is due."""
+        """None if no average is due after the present step."""
 
 
 class PeriodicModelAverager(ModelAverager):
@@ -82,7 +82,7 @@ class PeriodicModelAverager(ModelAverager):
 class HierarchicalModelAverager(ModelAverager):
     """Averages often over small groups, less often over larger groups, and least often over the whole group.
 
-    After step i (counted from 0), the average is over the groups of the largest period that divides i.
+    After step i (counted from 0), the average is over the groups of the largest period that divides i, if there is one.
 
     Args:
         period_group_size_dict: for each period (a number of steps), the number of consecutive ranks that average together. Both

@@ -80,8 +80,8 @@ class OuterExchange:
     ) -> PendingAverage:
         """Start to average the present values of parameters. All ranks call `start` for the same parameters in the same order.
 
-        `parameters` have floating-point dtypes. They are not changed, and not read after this call. `anchors` are in
-        `math_dtype`, and the same on every rank.
+        `parameters` have floating-point dtypes. `start` does not change them, and nothing reads them after this call. `anchors`
+        are in `math_dtype`, and the same on every rank.
         """
         # Every rank draws a seed, even a rank that does not communicate: so saved states hold the same seeds on all ranks.
         seed = self.seeds.next()

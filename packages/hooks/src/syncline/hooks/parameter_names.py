@@ -109,7 +109,7 @@ class ParameterNames:
         """Store a loaded state. Without given names, later calls of `of` check that the buckets fit this state.
 
         Raises:
-            MisuseError: the state does not pass `check`. Then it is not stored.
+            MisuseError: the state does not pass `check`, and is not stored.
         """
         self.check(state)
         if not self.are_given:

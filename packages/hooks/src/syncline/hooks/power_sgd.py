@@ -86,7 +86,7 @@ def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFut
 class _Batch:
     """Gradients of one matrix shape, which one batched call multiplies. Each gradient has its own factors.
 
-    `matrices` has the shape [gradients, rows, columns]. With error feedback, it becomes the next error.
+    `matrices` has the shape [gradients, rows, columns]. With error feedback, `matrices` becomes the next error.
     """
 
     def __init__(
@@ -109,7 +109,6 @@ class _Batch:
         return list(self.matrices.baddbmm_(p, q.transpose(1, 2), alpha=-1).unbind(0))
 
     def replace(self, p: torch.Tensor, q: torch.Tensor) -> None:
-        """Write P Q^T to the gradients."""
         first = self._gradients[0]
         # Write the product directly to a single gradient, without a copy.
         if len(self._gradients) == 1 and first.is_contiguous() and first.dtype == self._dtype:

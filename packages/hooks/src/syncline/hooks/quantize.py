@@ -23,7 +23,6 @@ class _Symmetric(Compressor):
 
     @property
     def name(self) -> str:
-        """The name contains the number of bits, and whether each tensor or each channel has a scale."""
         return f"int{self._bits} per {'channel' if self._per_channel else 'tensor'}"
 
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
@@ -34,7 +33,6 @@ class _Symmetric(Compressor):
         return packed([*scales, *numbers])
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Multiply the numbers by their scales."""
         unpacker = Unpacker(message)
         scales = [unpacker.take(self._channels(tensor), math_dtype(tensor.dtype)) for tensor in like]
         return [

@@ -2,18 +2,19 @@
 
 Note [Stages]
 ~~~~~~~~~~~~~
-A hook that needs the result of one collective for the next collective is a generator. It yields each `Work`, continues when
-this work has finished, and returns the reduced bucket at the end. A stage is the part up to the next `yield` or to the end.
+A hook that needs the result of one collective for the next collective is a generator. The generator yields each `Work`,
+continues when this work has finished, and returns the reduced bucket at the end. A stage is the part up to the next `yield` or
+to the end.
 
 Several buckets may be in reduction at the same time, but every rank must issue the same collectives in the same order. There
 are two ways to resume a generator:
 
 1. Most groups of Syncline run all collectives in one order on every rank, also collectives that callbacks issue
-   (`has_total_order`; see Note [One total order] in `syncline.collectives.engine.queue`). There, a callback of each work's
-   future resumes the generator; see `_chained`.
-2. torch's groups order collectives by the time of the call. There, only the thread of backward resumes generators; see
-   `Pipeline`. When a bucket starts, the generator of every earlier bucket runs one more stage. When the last bucket starts, all
-   generators run to their end.
+   (`has_total_order`; see Note [One total order] in `syncline.collectives.engine.queue`). In these groups, a callback of each
+   work's future resumes the generator; see `_chained`.
+2. torch's groups order collectives by the time of the call. In these groups, only the thread of backward resumes generators;
+   see `Pipeline`. When a bucket starts, the generator of every earlier bucket runs one more stage. When the last bucket starts,
+   all generators run to their end.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Bucket:
         backward.
 
         Raises:
-            MisuseError: the dtype, layout or shape of a gradient differs from its parameter's when the bucket was built.
+            MisuseError: the dtype, layout or shape of a gradient differs from the parameter's when the bucket was built.
         """
         self._choose_memory()
         self._has_graph = False

@@ -51,9 +51,9 @@ def assign_buckets(
         order: the indices of `specs` in the order in which gradients come, each index once. None means the order of `specs`.
 
     Returns:
-        The buckets. Every index is in exactly one bucket. Without `order`, they are sorted by their smallest index. With
-        `order`, they are in the order in which they were closed; buckets below their cap come last, in the order of their last
-        gradients.
+        The buckets. Every index is in exactly one bucket. Without `order`, the buckets are sorted by their smallest index. With
+        `order`, closed buckets come first, in the order in which they were closed. The other buckets follow, in the order of
+        their last gradients.
 
     Raises:
         InvalidArgumentError: there is no cap, a cap is below 0, or `order` is not a permutation.

@@ -49,8 +49,8 @@ class BucketReduction:
     def start(self, bucket: AnyBucket, number: int, is_last: Callable[[], bool], times: BucketTimes) -> PendingReduction:
         """Issue the reduction of a bucket, for the same buckets in the same order on every rank.
 
-        `is_last` says whether this is the last bucket of the backward. It may wait for other ranks, so only a hook's bucket
-        calls it.
+        `is_last` says whether this is the last bucket of the backward. `is_last` may wait for other ranks, and is called only
+        if there is a hook.
         """
         with naming_parameters(lambda: bucket.names):
             # Ask for a hook first: a hook also reduces sparse buckets, on any group.

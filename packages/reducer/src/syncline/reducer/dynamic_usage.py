@@ -60,8 +60,8 @@ def without(indices: Collection[int], used: set[int], count: int) -> frozenset[i
 class DynamicUsage(UsageModel):
     """A usage model for `find_unused_parameters=True`: each backward, on each rank, may reach other parameters.
 
-    Cost: in each backward, one all_reduce of one byte for each parameter. `skip_unused` adds another one at the beginning. A
-    rank waits for it only if this rank uses no parameter of some bucket.
+    Cost: in each backward, one all_reduce of one byte for each parameter. `skip_unused` adds such an all_reduce at the
+    beginning of backward. A rank waits for this all_reduce only if the rank uses no parameter of some bucket.
 
     Raises:
         MisuseError: this version of torch cannot tell which nodes a backward will execute.
@@ -171,7 +171,7 @@ class DynamicUsage(UsageModel):
         return without(indices, self._used, len(self._nodes))
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:
-        """Return the given parameters that no rank uses. Waits for other ranks only if this rank does not use all of them."""
+        """Return the given parameters that no rank uses. Waits for other ranks only if this rank leaves some unused."""
         doubtful = self.locally_unused(indices)
         return self._map.unused(doubtful) if doubtful else frozenset()
 

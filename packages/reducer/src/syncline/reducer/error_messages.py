@@ -174,8 +174,7 @@ def differentiable(name: str) -> MisuseError:
 def with_parameter_names(error: Exception, names: Sequence[str]) -> SynclineError | None:
     """Return a copy of a transport error or disagreement, with the names of the bucket's parameters in its text.
 
-    The error may also be a RuntimeError into which a future of torch has converted such an error. For any other error, return
-    None.
+    The error may be wrapped in a RuntimeError by a future of torch. For any other error, return None.
     """
     told = error if isinstance(error, TransportError | DisagreementError) else _told(error)
     if told is None:

@@ -105,9 +105,9 @@ class GradientHooks:
     def take_over(self) -> bool:
         """Remove the hooks of other reducers of the same parameters.
 
-        A reducer keeps its hooks if one of its forwards waits for its backward, or if one of its backwards is running. Such a
-        reducer disturbs this reducer if one of them averages gradients in place, if both use one group, or if their groups have
-        different ranks.
+        A reducer keeps its hooks if one of its forwards waits for its backward, or if one of its backwards is running. Then
+        both reducers average the gradients. They disturb each other if one averages gradients in place, if both use one group,
+        or if their groups have different ranks.
 
         Returns:
             False if a reducer that disturbs this reducer keeps its hooks.

@@ -336,8 +336,9 @@ class Reducer(Inherited):
     def prepare_for_backward(self, *, synchronizes: bool = True) -> None:
         """Prepare the reducer for a backward. Call this method before each forward.
 
-        The first call with `synchronizes=True` builds the buckets. The next such call after a reduced backward builds them
-        again, in the order of its gradients, but not with `find_unused_parameters`. A call that builds buckets is a collective.
+        The first call with `synchronizes=True` builds the buckets. After a reduced backward, the next such call builds the
+        buckets again, in the order of gradients (but not with `find_unused_parameters`). A call that builds buckets is a
+        collective.
 
         Args:
             synchronizes: whether the backward of this forward is reduced. If False, the backward adds to this rank's own
@@ -376,8 +377,8 @@ class Reducer(Inherited):
         Every rank calls this method between the same two backwards, with the same limits of the first, second, ... bucket.
 
         Raises:
-            MisuseError: a backward is running or has failed. Or no backward has shown the order of gradients, which it never
-                does with `find_unused_parameters`.
+            MisuseError: a backward is running or has failed. Or no backward has shown the order of gradients. With
+                `find_unused_parameters`, none ever does.
         """
         self._check_idle("change_bucket_caps")
         if self._arrival_order.learned is None:
@@ -440,7 +441,7 @@ class Reducer(Inherited):
             self._hooks.register(self._pending)
 
     def cancel_forward(self) -> None:
-        """Undo the latest `prepare_for_backward`, because its forward failed."""
+        """Undo the latest `prepare_for_backward`, because the forward failed."""
         self._count_unsynchronized()
         self._sync_policy.cancel_forward()
 
@@ -463,7 +464,7 @@ class Reducer(Inherited):
     def shadow_backward(self, *, has_forward: bool = True) -> None:
         """Take part in one forward and backward of the other ranks, without gradients of this rank.
 
-        This method issues the collectives of the other ranks, with zeros as gradients, and waits for them. This rank's
+        This method issues the collectives of a backward, with zeros as gradients, and waits for these collectives. This rank's
         gradients stay unchanged.
 
         Args:
@@ -498,7 +499,8 @@ class Reducer(Inherited):
         """Take part in one backward of the other ranks with gradients that this rank already has.
 
         This method issues the collectives of a backward, and delivers the reduced gradients of the parameters. Autograd, users'
-        hooks and the functions of `on_begin` and `on_iteration` do not run. This rank adds its gradients of `indices`.
+        hooks and the functions of `on_begin` and `on_iteration` do not run. `indices` are the parameters whose gradients this
+        rank adds.
 
         Raises:
             MisuseError: the previous backward never ended, or the reducer lacks `find_unused_parameters`, or has `static_graph`

@@ -16,12 +16,12 @@ from .usage import UnexpectedGradientError, UsageModel
 class StaticUsage(UsageModel):
     """A usage model for `static_graph=True`: in every backward, each parameter gets as many gradients as in the first backward.
 
-    "The first backward" is the first backward that is reduced. It may give a parameter no gradient, or several gradients (from
-    re-entrant checkpoints). All its gradients are reduced at its end, and the ranks agree on the parameters that at least one
-    rank uses. Later, a parameter is ready when its last gradient has come.
+    "The first backward" is the first backward that is reduced. A parameter may get no gradient, or several gradients (from
+    re-entrant checkpoints). All gradients of the first backward are reduced at its end. Then the ranks also agree on the
+    parameters that at least one rank uses. Later, a parameter is ready when its last gradient has come.
 
-    A backward inside `no_sync` may leave out parameters, but use additional ones only before the first backward. Only the first
-    reduction includes their gradients.
+    A backward inside `no_sync` may leave out parameters. It may use additional parameters only before the first backward. Only
+    the first reduction includes the gradients of these additional parameters.
     """
 
     hint_missing = (

@@ -65,8 +65,8 @@ def current_backward() -> int:
 def accumulation_node(parameter: torch.nn.Parameter) -> GraphNode:
     """Return the node of autograd's graph that accumulates the parameter's gradient.
 
-    A caller that hooks the node must keep a reference to it: otherwise autograd makes a new node. A change of dtype or device
-    also gives the parameter another node.
+    A caller that hooks the node must keep a reference to the node. Otherwise autograd makes a new node. A change of dtype or
+    device also gives the parameter another node.
     """
     with torch.inference_mode(False), hookable(parameter):
         return torch.autograd.graph.get_gradient_edge(parameter).node
@@ -101,7 +101,7 @@ def hook_defined_gradients(parameter: torch.nn.Parameter, note: Callable[[], obj
 
 
 class _HeldHook:
-    """The handle of a hook on a node. The handle keeps the node alive."""
+    """The handle of a hook on a node, which keeps the node alive."""
 
     def __init__(self, node: GraphNode, handle: Any) -> None:
         self.node = node
@@ -175,7 +175,8 @@ def call_at_backward_end(callback: Callable[[], None]) -> None:
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     A re-entrant checkpoint runs an inner backward inside the backward of its node. Autograd can call a callback only at the end
     of the inner backward, when the outer backward still runs. So in an inner backward, this function hooks the node that runs
-    it. When this node has finished, the function calls itself. In the outermost backward it registers the callback.
+    the inner backward. When this node has finished, the function calls itself. In the outermost backward, the function
+    registers the callback.
     """
     node = enclosing_function()
     if node is None:

@@ -79,14 +79,14 @@ class UsageModel(ABC):
         """
 
     def may_skip(self, indices: Collection[int]) -> bool:  # noqa: ARG002 - the contract's
-        """Whether no rank uses the bucket of these parameters, so that it is left out. All ranks get the same result."""
+        """Whether to leave out the bucket of these parameters, because no rank uses them. All ranks get the same result."""
         return False
 
     def sync_used_map(self) -> None:  # noqa: B027 - in most models the ranks agree on nothing
         """Issue the collectives in which the ranks agree on the used parameters. Every rank calls this at the same point."""
 
     def locally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
-        """Return the given parameters that this rank does not use. All of them are ready."""
+        """Return the given parameters that this rank does not use. All given parameters are ready."""
         return frozenset()
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's

@@ -73,8 +73,8 @@ class UsersHooks:
     def begin(self) -> None:
         """Record the parameters' versions at the beginning of a reduced backward.
 
-        Hooks on the first gradient may have run before. There, an optimizer's step is detected only if the hook also drops the
-        gradient.
+        Hooks on the first gradient may have run before this call. An optimizer's step in such a hook is detected only if the
+        hook also drops the gradient.
         """
         self._versions = {index: version_of(self._parameters[index]) for index in self.indices}
 

@@ -64,8 +64,8 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
     Cost: the cost of `verify_same_parameters`.
 
     Raises:
-        DisagreementError: on every rank, if the options differ (with their names and values on two ranks), or if a rank has
-            refused its model (with the reason; see `telling_the_others`).
+        DisagreementError: on every rank, if the options differ, or if a rank has refused its model (see `telling_the_others`).
+            The text shows different values, or the reason of the refusal.
     """
     difference = _find_difference(options, group)
     if difference is None:
@@ -89,7 +89,7 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
 def telling_the_others(group: ProcessGroup) -> Iterator[None]:
     """A context for checks before `verify_same_options`. It tells the other ranks if the checks fail on this rank.
 
-    If the checks raise a MisuseError, `verify_same_options` raises its text as a DisagreementError on the other ranks.
+    If the checks raise a MisuseError, `verify_same_options` raises a DisagreementError with its text on the other ranks.
 
     Raises:
         MisuseError: the error of the checks.

@@ -29,7 +29,7 @@ def run_ranks(world_size: int, body: Callable[..., T], *args: Any, timeout_s: fl
         body: called with the rank's group, then `args`. All ranks share the process, so give each rank its own tensors and
             models.
         args: more arguments of `body`; every rank gets the same objects.
-        timeout_s: time limit of the whole run, in seconds. A collective has nine tenths of it.
+        timeout_s: time limit of the whole run, in seconds. A collective has nine tenths of this limit.
 
     Returns:
         The results of the body, in the order of the ranks.
@@ -67,7 +67,6 @@ class _Rank(Generic[T]):
         self.on_end(self, error)
 
     def stack(self) -> str:
-        """Return the present stack of the thread, as text."""
         frame = sys._current_frames().get(self.thread.ident or 0)
         where = "".join(traceback.format_stack(frame)) if frame is not None else "  (it has just ended)\n"
         return f"{self.name} is at:\n{where}"

@@ -223,8 +223,9 @@ class CallIssuer(dist.ProcessGroup):
     reducer. C++ keeps only the C++ half of this work, whose `wait` would never return. So the group keeps a reference to the
     latest works of all-reduces of one number.
 
-    torch 2.6 keeps only the C++ half of every work, and may wait for it long after the call. So there the group keeps each work
-    until C++ or Python waits for it or asks for its future, and a little longer, because C++ may do both.
+    torch 2.6 keeps only the C++ half of every work, and may wait long after the call. So with torch 2.6, the group keeps each
+    work until C++ or Python waits for the work or asks for its future. C++ may do both, so the group keeps the work a little
+    longer.
 
     Args:
         ours: the Syncline group, which becomes `syncline_group`.

@@ -4,11 +4,10 @@ Two of the operators write into a given tensor, for the buckets of FSDP; the thi
 
 Note [Kernels of torch and the GIL]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A kernel of torch that is called from Python (`call_boxed`) keeps the GIL. If it puts a collective into the queue of a Gloo
-group, it waits for the queue's lock. The queue's thread may hold this lock while it drops a tensor that Python has seen, which
-needs the GIL. Then both threads wait for ever. So two of our kernels also serve torch's groups: they call a method of the
-group, which releases the GIL. Batches of sends and receives on torch's groups do not use the queue, and still go to torch's
-kernel.
+A kernel of torch that is called from Python (`call_boxed`) keeps the GIL. A kernel that puts a collective into the queue of a
+Gloo group waits for the queue's lock. The queue's thread may hold this lock while it drops a tensor that Python has seen. This
+needs the GIL, so both threads wait for ever. So two of our kernels also serve torch's groups: they call a method of the group,
+which releases the GIL. Batches of sends and receives on torch's groups do not use the queue, and still go to torch's kernel.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _served: dict[str, torch.library.Library] = {}
 def serve(device_types: frozenset[str]) -> None:
     """Register Syncline's kernels of the three operators, for these types of device. A second call for a type does nothing.
 
-    If torch.library has no `get_kernel`, torch's own kernels stay. On Syncline's groups they raise the error that the group has
-    no backend.
+    If torch.library has no `get_kernel`, torch's own kernels stay. On Syncline's groups, torch's kernels raise the error that
+    the group has no backend.
     """
     for device in device_types - _served.keys():
         if not hasattr(torch.library, "get_kernel"):

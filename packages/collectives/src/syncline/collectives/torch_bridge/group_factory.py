@@ -39,7 +39,7 @@ def share_default_group() -> None:
     """Make Syncline's default group the default group of torch.distributed, for libraries that use torch.distributed.
 
     All ranks must call this function, after Syncline's `init_process_group`. torch makes new groups from this group. torch's
-    `destroy_process_group()` does not close it, but aborts it while the caller handles an exception.
+    `destroy_process_group()` does not close this group. But if the caller is handling an exception, it aborts this group.
 
     If `Elastic` or `hvd.elastic` makes a new default group, torch.distributed gets the new group, too. Then all other groups of
     torch.distributed are destroyed, and the program must make them again. A newcomer (a process that joins the job later) also

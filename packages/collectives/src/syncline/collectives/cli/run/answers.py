@@ -98,7 +98,8 @@ class Answers:
     def _meeting(self, torchs: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         """Return the function that replaces torch's rendezvous `torchs`.
 
-        It meets through MPI if all ranks of the job meet. Otherwise, for example in a forked child, it calls `torchs`.
+        If all ranks of the job meet, they meet through MPI. Otherwise, for example in a forked child, the function calls
+        `torchs`.
         """
 
         def meet(url: str, timeout: timedelta | None = None, **kwargs: Any) -> Iterator[Any]:
@@ -128,8 +129,6 @@ class Answers:
         answers, torchs_helper, torchs_config = self, c10d._new_process_group_helper, c10d.BackendConfig
 
         class BackendConfig(torchs_config):  # type: ignore[misc, valid-type]
-            """Names Syncline's backend for every device, while torch makes a group over this backend."""
-
             def get_device_backend_map(self) -> dict[str, str]:
                 named: dict[str, str] = super().get_device_backend_map()
                 return named if answers._carrier is None else dict.fromkeys(named, answers._carrier)

@@ -1,7 +1,7 @@
 """End a rank of a job, so that no other rank waits for it for ever.
 
-1. An uncaught exception ends the job at once. The rank that failed first prints it. Other ranks that fail at about the same
-   time print one line that names the first rank.
+1. An uncaught exception ends the job at once. The rank that failed first prints the exception. Other ranks that fail at about
+   the same time print one line that names the first rank.
 2. A status other than 0 (`sys.exit(3)`) ends the job with this status, after the script's own exit handlers. If all ranks end
    at about the same time, the job is not aborted.
 3. A rank that ends without failure sleeps until the other ranks end, too. Then all finalize MPI, because otherwise the launcher

@@ -122,7 +122,8 @@ class Job:
 def find_job(environ: Mapping[str, str], wanted: int | None) -> Job | None:
     """Find this process's job. Return None if there is no launcher, so that the caller must start `wanted` ranks.
 
-    In an MPI job, this function starts MPI, and all ranks must call it. `wanted` is the number that the user asked for (`-n`).
+    In an MPI job, this function starts MPI, and all ranks must call this function. `wanted` is the number that the user asked
+    for (`-n`).
 
     Raises:
         LaunchError: two launchers were used, a rank of a job started this process, or the launcher and the MPI library belong
@@ -159,7 +160,7 @@ def started_id(starter: int) -> str:
 
 
 def set_variables(job: Job, environ: MutableMapping[str, str]) -> list[str]:
-    """Set torchrun's variables. Return those that had another value before, such as "RANK=3 (now 0)"."""
+    """Set torchrun's variables. Return the variables that had another value before, such as "RANK=3 (now 0)"."""
     wanted = job.variables()
     stale = [name for name in TORCHRUN if environ.get(name, wanted[name]) != wanted[name]]
     told = [f"{name}={environ[name]} (now {wanted[name]})" for name in stale]
@@ -196,7 +197,6 @@ def core_quota() -> float:
 
 
 def _started_here(environ: Mapping[str, str]) -> Job:
-    """Return the job of a rank that `syncline run -n N` has started without MPI."""
     rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     return Job(
         rank=rank,
