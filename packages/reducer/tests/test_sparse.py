@@ -134,6 +134,25 @@ def test_a_hook_that_writes_to_its_bucket_leaves_what_nobody_used_as_it_was() ->
     run_ranks(2, body)
 
 
+def test_a_hook_that_returns_a_sparse_gradient_of_another_shape_is_refused_by_name() -> None:
+    def body(group: ProcessGroup) -> None:
+        model = make_model("embedding")
+        reducer = Reducer(list(model.named_parameters()), group, sparse=[True, False, False])
+
+        def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            buffer = bucket.buffer()
+            future.set_result(buffer.to_dense().reshape(3, 5).to_sparse(1) if buffer.is_sparse else buffer)
+            return future
+
+        reducer.set_hook(hook)
+        reducer.prepare_for_backward()
+        with pytest.raises(MisuseError, match=r"of shape \[5, 3\], on cpu and returned one .* \[3, 5\].*table\.weight"):
+            loss_of(model, group.rank, 0).backward()
+
+    run_ranks(2, body)
+
+
 def test_a_dense_gradient_of_a_parameter_announced_as_sparse_is_refused_by_name() -> None:
     def body(group: ProcessGroup) -> None:
         parameter = torch.nn.Parameter(torch.ones(3))

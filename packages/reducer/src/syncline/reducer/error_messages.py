@@ -229,7 +229,8 @@ def not_the_reduced_bucket(result: object, buffer: torch.Tensor, names: Sequence
             f"the communication hook was given a bucket of {buffer.numel()} elements and returned {result.numel()}; it must "
             f"return the whole reduced bucket. Parameters in it: {listed}"
         )
-    if (result.dtype, result.layout, result.device) != (buffer.dtype, buffer.layout, buffer.device):
+    # A dense bucket is flat, and takes a result of any shape. A sparse bucket is one parameter's gradient.
+    if _kind(result) != _kind(buffer):
         return MisuseError(
             f"the communication hook was given a bucket of {_kind(buffer)} and returned one of {_kind(result)}; it must give "
             f"back what it was given: convert in the hook. Parameters in it: {listed}"
@@ -262,4 +263,5 @@ def _shortened(names: Sequence[str], most: int = _MOST_NAMES) -> str:
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype}, {str(tensor.layout).removeprefix('torch.')}, on {tensor.device}"
+    shape = "" if tensor.layout is torch.strided else f" of shape {list(tensor.shape)}"
+    return f"{tensor.dtype}, {str(tensor.layout).removeprefix('torch.')}{shape}, on {tensor.device}"

@@ -64,8 +64,7 @@ class SparseBucket:
         """Set `buffer` to the reduced gradient.
 
         Raises:
-            MisuseError: a hook's result is not a tensor, or differs from the hook's input in number of elements, dtype, layout
-                or device.
+            MisuseError: a hook's result is not a tensor, or differs from the hook's input in shape, dtype, layout or device.
         """
         error = error_messages.not_the_reduced_bucket(result, self.buffer, self.names)
         if error is not None:
