@@ -1,13 +1,11 @@
 """Find the addresses at which the hosts of a job reach each other, by trying all addresses.
 
-Resolving a host's name does not help. Debian resolves a host's own name to 127.0.1.1. In a container the name may resolve to
-nothing. A host with several interfaces has one name and several addresses, and some of them lead nowhere.
+A host's name does not help: it may resolve to 127.0.1.1, to nothing, or to an address that leads nowhere.
 
-So rank 0 opens a "door" at each of its addresses: a listening socket that sends a secret word to each peer. Only this job knows
-the word. All other ranks try all doors, and report which doors they have reached. The job uses the first door that every rank
-has reached. The address of this door becomes the address of rank 0. Each other rank has a connection to this door: the address
-of the rank's own end of the connection becomes the address of the rank. (The word is needed because a proxy may accept any
-connection, and several hosts may have the same address, such as the address of a bridge for containers.)
+So rank 0 opens a "door" at each of its addresses: a listening socket that sends a secret word to each peer. All other ranks try
+all doors, and report which doors they have reached. The first door that every rank has reached gives the address of rank 0.
+Each other rank gets the address of its own end of the connection to this door. (The word shows that rank 0 has answered: a
+proxy may accept any connection, and several hosts may have the same address.)
 """
 
 from __future__ import annotations
@@ -83,8 +81,8 @@ def loopback_domain() -> str:
 def own_addresses(interfaces: Sequence[str] = ()) -> list[OwnAddress]:
     """Return the addresses at which other hosts may reach this host, IPv4 first.
 
-    If `interfaces` is not empty, return all addresses of these interfaces instead, including loopback addresses. Their order is
-    the order of `interfaces`.
+    If `interfaces` is not empty, return all addresses of these interfaces, in the order of `interfaces`, including loopback
+    addresses.
 
     Raises:
         LaunchError: one of `interfaces` does not exist, is down, or has no address.
@@ -107,7 +105,7 @@ def addresses_for_others(interfaces: Sequence[str]) -> list[OwnAddress]:
     """Return the addresses of `own_addresses` that are not loopback addresses, for a job of several hosts.
 
     Raises:
-        LaunchError: there are only loopback addresses, or `own_addresses` raises the error.
+        LaunchError: there are only loopback addresses, or one of `interfaces` has no address.
     """
     found = own_addresses(interfaces)
     if all(entry.is_loopback for entry in found):
@@ -137,8 +135,7 @@ def address_towards(address: str) -> str:
 class Doors:
     """Listening sockets at some addresses of this host. Inside `with`, a thread sends a word to every program that connects.
 
-    If the system refuses an address, for example because an IPv6 address is not ready yet, the address gets no socket, and a
-    warning in the log says why.
+    If the system refuses an address, the address gets no socket, and a warning in the log says why.
 
     Attributes:
         word: a random text, made for this object. A peer that receives the word knows that it has reached this process.
@@ -193,8 +190,8 @@ class Tried:
 
     Attributes:
         host: the name of the rank's host.
-        own: maps the number of each door that the rank has reached to the address of the rank's own end of the connection.
-        failed: maps the number of each other door to the reason, in words, why the rank did not reach this door.
+        own: for the number of each door that the rank has reached, the address of the rank's own end of the connection.
+        failed: for the number of each other door, the reason, in words, why the rank did not reach this door.
     """
 
     host: str = field(default_factory=socket.gethostname)
@@ -301,10 +298,7 @@ _InterfaceAddress._fields_ = (
 
 
 def _all_addresses() -> list[OwnAddress]:
-    """The addresses of all interfaces that are up, IPv4 first, without link-local IPv6 addresses.
-
-    A link-local address can be used only together with an interface's name.
-    """
+    """The addresses of all interfaces that are up, IPv4 first, without link-local IPv6 addresses."""
     library = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_InterfaceAddress)()
     if library.getifaddrs(ctypes.byref(first)) != 0:
@@ -330,6 +324,6 @@ def _as_text(address: _SocketAddress) -> str | None:
     data = bytes(address.data)
     if family == socket.AF_INET:
         return socket.inet_ntop(socket.AF_INET, data[2:6])
-    if family != socket.AF_INET6 or data[6:8] == b"\xfe\x80":
+    if family != socket.AF_INET6 or data[6:8] == b"\xfe\x80":  # a link-local address needs an interface's name
         return None
     return socket.inet_ntop(socket.AF_INET6, data[6:22])

@@ -1,4 +1,4 @@
-"""Backend: connects the ranks of a job by one library, such as MPI, and makes a process group of them."""
+"""`Backend`: connects the ranks of a job by one library, such as MPI, and makes a process group of them."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class ConnectRequest:
         launch: the values that the launcher gave this process, or None if no launcher started this process.
         rank, world_size: the arguments that the caller gave to `init_process_group`, or None.
         init_method: the URL where the ranks meet ("env://", "file://...", "tcp://..."; see `rendezvous`), or None.
-        store: a store of Syncline or torch in which the ranks meet, or None. The store is used instead of `init_method`, and
-            has no keys of an earlier run.
+        store: a store of Syncline or torch in which the ranks meet instead of `init_method`, or None. It has no keys of an
+            earlier run.
         timeout_s: the group's time limit in seconds.
         group_name: the group's name in error messages.
-        reproducible: if true, reductions must give the same bits in every run. A backend that cannot do this must refuse to
+        reproducible: whether reductions must give the same bits in every run. A backend that cannot do this must refuse to
             connect.
-        host_group: a group of the same ranks for tensors in host memory, or None. A backend for GPUs may use the `send` and
-            `recv` of this host group as long as the new group lives.
-        check_calls: if true, the ranks must compare each collective before it starts. A backend that cannot do this must refuse
+        host_group: a group of the same ranks for tensors in host memory, or None. A backend for GPUs may use its `send` and
+            `recv` as long as the new group lives.
+        check_calls: whether the ranks must compare each collective before it starts. A backend that cannot do this must refuse
             to connect.
         thresholds: the sizes of tensors that decide which algorithm a collective uses, for a backend with several algorithms.
         stall_warning_s: after this many seconds in one call, rank 0 logs which rank waits for which rank. 0 means never.
@@ -46,8 +46,7 @@ class ConnectRequest:
         interfaces: the network interfaces on which ranks of several hosts meet, and on which Gloo communicates; if empty, the
             backend finds interfaces.
         spin_s: for a backend that polls: how long a waiting rank polls before it begins to sleep between two polls.
-        joins: if true, this process starts later than the other ranks, and waits until the other ranks let this process in
-            (`ProcessGroup.admit`).
+        joins: whether this process starts later than the other ranks, and waits until they let it in (`ProcessGroup.admit`).
         devices: the types of device whose tensors the group will get, such as {"cpu"}. None means all types that the backend
             serves.
     """

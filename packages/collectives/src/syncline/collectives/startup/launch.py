@@ -31,11 +31,10 @@ class Launch:
         launcher: the launcher's name, such as "Open MPI".
         is_mpi: whether the launcher starts MPI programs (mpiexec, mpirun, srun), so that MPI can connect the ranks.
         rank: this process's rank, 0 to world_size - 1.
-        world_size: number of processes of the job. None if the launcher does not say (PALS, or PMIx alone). MPI knows this
-            number even then.
-        local_rank: rank among the processes of this node, or None if the launcher does not say. Use it only for warnings and
-            errors: `api.placement` finds out the local rank without the launcher.
-        local_world_size: number of processes on this node, or None. Use it only for warnings and errors.
+        world_size: number of processes of the job. None if the launcher does not say (PALS, or PMIx alone).
+        local_rank: rank among the processes of this node, or None if the launcher does not say. Only for warnings and errors:
+            use `api.placement` elsewhere.
+        local_world_size: number of processes on this node, or None. Only for warnings and errors.
     """
 
     launcher: str
@@ -46,7 +45,7 @@ class Launch:
     local_world_size: int | None = None
 
     def least_world_size(self) -> int:
-        """The number of processes if it is known, else a lower bound."""
+        """Return the number of processes if it is known, else a lower bound."""
         if self.world_size is not None:
             return self.world_size
         return max(self.rank + 1, self.local_world_size or 1)
@@ -131,9 +130,8 @@ def detect_launch(environ: Mapping[str, str], *, is_given: bool = False) -> Laun
         is_given: whether the caller has passed rank and world size. Then incomplete variables are no error.
 
     Raises:
-        LaunchError: a variable that should be a number is not a number, or the rank is not below the world size. Or two
-            launchers describe this process and differ. Or a variable says that there are several processes, and other variables
-            are missing.
+        LaunchError: a variable is not a number, or the rank is not below the world size. Or two launchers describe this process
+            and differ. Or a variable says that there are several processes, and other variables are missing.
     """
     # A run id of `syncline run` is not torchrun's: see point 1 of the note.
     if _is_set(_TORCHRUN, environ) and not environ["TORCHELASTIC_RUN_ID"].startswith(RUN_ID_PREFIX):
@@ -212,8 +210,7 @@ _OF_A_JOB = (
 def take_launch(environ: MutableMapping[str, str], *, is_given: bool = False) -> Launch | None:
     """Call `detect_launch`. If it finds a launcher, mark in `environ` that this process is the rank that the launcher started.
 
-    A child process inherits the launcher's variables and the mark. By the mark, the child knows that it is not itself the rank.
-    See Note [The place of a process].
+    A child process inherits the mark, and knows by it that it is not itself the rank. See Note [The place of a process].
 
     Args:
         environ: the environment variables; the mark is the variable SYNCLINE_PLACE.
@@ -300,8 +297,7 @@ SRUN_PMIX, SRUN_PMI2, OPEN_MPI, HYDRA = "srun --mpi=pmix", "srun --mpi=pmi2", "O
 def process_manager(environ: Mapping[str, str]) -> str | None:
     """Return the process manager of this MPI job: SRUN_PMIX, SRUN_PMI2, OPEN_MPI or HYDRA. A pure function.
 
-    Return None if the process manager is not known. An mpirun may run inside a step of Slurm, or start its daemons with srun.
-    Then mpirun connects the processes, although Slurm's variables are visible.
+    Return None if the process manager is not known. If an mpirun runs inside Slurm, the mpirun is the process manager.
     """
     # Test this first, because ranks of an mpirun inside a step see Slurm's variables, too.
     if "OMPI_COMM_WORLD_SIZE" in environ:
@@ -389,9 +385,6 @@ def _number(variable: str, environ: Mapping[str, str]) -> int:
 
 
 def _number_if_plain(variable: str, environ: Mapping[str, str]) -> int | None:
-    """The variable's number. None if the variable is not set, or has another text, such as Slurm's "4(x2),3".
-
-    Slurm sets such a text if the nodes have different numbers of tasks.
-    """
+    """Return the variable's number. None if the variable is not set, or has another text, such as Slurm's "4(x2),3"."""
     text = environ.get(variable, "")
     return int(text) if text.isdigit() else None

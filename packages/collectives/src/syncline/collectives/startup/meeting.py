@@ -30,8 +30,8 @@ class Met:
     """The information that a rank has about other ranks after all ranks have met in the store.
 
     Attributes:
-        processes: maps each rank of this node to the identity of its process. Empty if the operating system does not offer
-            identities of processes.
+        processes: for each rank of this node, the identity of its process. Empty if the operating system has no such
+            identities.
         share_loopback: whether all ranks certainly reach each other at the loopback address.
     """
 
@@ -42,11 +42,8 @@ class Met:
 def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
     """Wait in the store until all ranks have called this function. Compare `size` and the version of Syncline on all ranks.
 
-    A rank also gets the identities of the processes of its own node, to watch these processes. It cannot watch processes of
-    other nodes.
-
     Cost: with L ranks on this node, each rank sends L + 8 requests of fixed size to the store, for any number of ranks. A rank
-    that waits sends more requests. Each rank that does not come costs a few more requests: see `_absent`.
+    that waits sends more requests.
 
     Args:
         store: a store that only these ranks use, only for this call.
@@ -115,7 +112,7 @@ def _disagree(problem: str, store: Store, rank: int, size: int) -> NoReturn:
 
 
 def _let_all_read(store: Store, rank: int, size: int) -> None:
-    """Rank 0 waits until all ranks have read the error, at most `_READ_S` seconds."""
+    """On rank 0, wait until all ranks have read the error, at most `_READ_S` seconds."""
     with suppress(StoreError):  # others are late, or rank 0 has ended and its store with it
         store.set(f"read/{rank}", "")
         if rank == 0:
@@ -219,11 +216,10 @@ def _get(store: Store, key: str, scope: CancelScope) -> bytes:
 def address_by_group(group: ProcessGroup, interfaces: Sequence[str], timeout_s: float) -> str:
     """Return the address at which ranks on other hosts reach this rank. All ranks of `group` call this function.
 
-    If all ranks are on one host, the result is the loopback address. The ranks exchange their messages over `group`. The
-    function `address_by_store` does the same over a store.
+    If all ranks are on one host, the result is the loopback address.
 
     Raises:
-        LaunchError: for the same reasons as in `address_by_store`. All ranks raise this error.
+        LaunchError: a host cannot reach rank 0 at any address, or has no usable address itself. All ranks raise this error.
     """
     if len(set(exchange_objects(loopback_domain(), group=group))) == 1:
         return LOOPBACK
@@ -237,10 +233,7 @@ def address_by_group(group: ProcessGroup, interfaces: Sequence[str], timeout_s: 
 
 
 def _on_all(attempt: Callable[[], T], group: ProcessGroup) -> T:
-    """Call `attempt` on all ranks (a collective). If it raises a `LaunchError` on some ranks, all ranks raise a `LaunchError`.
-
-    The error is the one that `attempt` raised on the lowest rank where it failed.
-    """
+    """Call `attempt` on all ranks (a collective). If it raises a `LaunchError` on some ranks, all ranks raise a `LaunchError`."""
     found, problem = None, None
     try:
         found = attempt()

@@ -1,9 +1,7 @@
 """Find out whether mpi4py has an MPI library that this launcher can start, start the library, and abort the MPI job.
 
-This module also finds out whether the library accepts CUDA memory. A child process tries this, because the library may crash.
-
-The checks run before MPI starts, because an MPI library that cannot start ends the process. This module does not import torch,
-because `syncline run` uses this module and must not load torch.
+Also find out whether the library accepts CUDA memory. This module does not import torch, because `syncline run` uses this
+module and must not load torch.
 """
 
 from __future__ import annotations
@@ -68,15 +66,13 @@ def conflict_with_launcher() -> str | None:
 
 
 def _load() -> None:
-    """Import mpi4py.MPI, which loads the library, without starting MPI. `start` starts MPI later.
-
-    By default mpi4py starts MPI at the import. If the launcher belongs to another MPI, the library then ends the process,
-    before the checks of this module can run.
-    """
+    """Import mpi4py.MPI, which loads the library, without starting MPI. `start` starts MPI later."""
     if "mpi4py.MPI" in sys.modules:
         return
     import mpi4py
 
+    # By default mpi4py starts MPI at the import. If the launcher belongs to another MPI, the library would then end the process,
+    # before the checks of this module can run.
     asked = mpi4py.rc.initialize, mpi4py.rc.finalize
     if mpi4py.rc.initialize in (True, "yes"):
         mpi4py.rc.initialize = False
@@ -97,14 +93,14 @@ def start_mpi(timeout_s: float) -> None:
 
 
 def start(connecting: Connecting) -> None:
-    """Start MPI, and wait until all processes of the job have started MPI.
-
-    mpi4py would hold the GIL while MPI starts, so no other thread could log the wait or end it. So this function calls
-    MPI_Init_thread with ctypes, which releases the GIL. Afterwards the function sets error handlers, as mpi4py does, so that
-    MPI returns its errors.
+    """Start MPI, and wait until all processes of the job have started MPI. Other Python threads run while this thread waits.
 
     Args:
         connecting: logs a long wait. If the wait exceeds its time limit, the monitor ends this process.
+
+    Raises:
+        LaunchError: MPI has been finalized in this process.
+        BackendUnavailableError: MPI returned an error.
     """
     import mpi4py
     from mpi4py import MPI
@@ -122,10 +118,12 @@ def start(connecting: Connecting) -> None:
         if init is None or mpi4py.rc.errors != "exception":
             MPI.Init_thread(level)
             return
+        # mpi4py would hold the GIL while MPI starts, so no other thread could log the wait or end it. ctypes releases the GIL.
         status = init(None, None, level, ctypes.byref(ctypes.c_int()))
     # A call with ctypes raises no exception, so look at the status.
     if status != 0:
         raise BackendUnavailableError(f"backend 'mpi': MPI_Init_thread failed with the error code {status}")
+    # As mpi4py does, so that MPI returns its errors.
     for communicator in (MPI.COMM_SELF, MPI.COMM_WORLD):
         communicator.Set_errhandler(MPI.ERRORS_RETURN)
 
@@ -173,9 +171,7 @@ LEAST_SHM_BYTES = 64 << 20
 
 
 def launcher_conflict(environ: Mapping[str, str], vendor: str, version: tuple[int, ...], is_from_pypi: bool) -> str | None:
-    """Return a text that says why the launcher cannot start this MPI library, and the remedy. A pure function.
-
-    Return None if no reason is known.
+    """Return a text that says why the launcher cannot start this MPI library, and the remedy; else None. A pure function.
 
     Args:
         environ: the environment variables.
@@ -241,7 +237,7 @@ def other_mpi(launcher: str, told: int, library: str, found: int) -> str:
 
 
 def little_shared_memory(vendor: str, local_size: int, folder: str = "/dev/shm") -> str | None:
-    """Return a warning if /dev/shm may be too small for MPICH to start, or None if /dev/shm is large enough."""
+    """Return a warning if /dev/shm may be too small for MPICH to start; else None."""
     try:
         total_bytes = shutil.disk_usage(folder)[0]
     except OSError:
@@ -300,7 +296,7 @@ class CudaAwareness:
 def try_cuda_awareness(
     environ: Mapping[str, str] = os.environ, child: str = _CHILD, timeout_s: float = _CUDA_TRIAL_S
 ) -> CudaAwareness:
-    """Find out whether MPI accepts CUDA memory: a child process, an MPI job of one rank, transfers and reduces CUDA memory."""
+    """Find out whether MPI accepts CUDA memory. A child process (an MPI job of one rank) tries this, because MPI may crash."""
     own = {name: value for name, value in environ.items() if not _is_the_launchers(name)}
     try:
         done = subprocess.run([sys.executable, "-c", child], env=own, capture_output=True, text=True, timeout=timeout_s)

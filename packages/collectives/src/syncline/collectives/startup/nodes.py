@@ -14,8 +14,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class HostIdentity:
     """The identity of a node: host name and boot id.
 
-    The name alone is not enough, because unconfigured machines are all called "localhost". The boot id alone is not enough
-    either: two containers on one machine have the same boot id, but different names, and may share no memory and no devices.
+    The name alone is not enough, because unconfigured machines are all called "localhost". The boot id alone is not enough,
+    because containers on one machine may share no memory and no devices.
     """
 
     hostname: str
@@ -45,7 +45,7 @@ class Placement:
     node_of: tuple[int, ...]
 
     def ranks_on_node(self, node: int) -> list[int]:
-        """The ranks of the group on one node, in ascending order."""
+        """Return the ranks of the group on one node, in ascending order."""
         return [rank for rank, number in enumerate(self.node_of) if number == node]
 
 
@@ -75,5 +75,5 @@ def from_words(text: str) -> HostIdentity:
 
 
 def host_identity() -> HostIdentity:
-    """The identity of the host that this process runs on."""
+    """Return the identity of the host that this process runs on."""
     return HostIdentity(socket.gethostname(), _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "")

@@ -21,7 +21,7 @@ BACKEND_VARIABLE = "SYNCLINE_BACKEND"
 
 
 def backend_names() -> list[str]:
-    """The names of all installed backends, sorted."""
+    """Return the names of all installed backends, sorted."""
     return sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)})
 
 
@@ -57,11 +57,9 @@ def load_backend(name: str) -> Backend:
 def what_is_missing(name: str) -> str | None:
     """Return a text that says why the backend `name` cannot work in this process, or None if the backend can work.
 
-    If no backend with this name is installed, the text says so, and lists the installed backends.
-
     Raises:
-        InvalidArgumentError: for the same reason as in `load_backend`.
-        BackendUnavailableError: for the same reasons as in `load_backend`.
+        InvalidArgumentError: as in `load_backend`.
+        BackendUnavailableError: as in `load_backend`.
     """
     try:
         return load_backend(name).missing()
@@ -114,9 +112,8 @@ def choose_backend(
         argument: the `backend` argument of `init_process_group`.
         environ: the environment variables.
         launch: the values that the launcher gave this process; None if there is no launcher.
-        missing: a function that takes a backend's name, and returns the reason why this backend cannot work, or None; see
-            `what_is_missing`.
-        scheme: the scheme of the `init_method`; "mpi" means the same as the argument "mpi".
+        missing: for a backend's name, returns the reason why this backend cannot work, or None; see `what_is_missing`.
+        scheme: the scheme of the `init_method`.
         rendezvous_given: whether the caller said how the ranks meet, by an `init_method`, a store or a world size.
         settings: the settings from the site file.
 
@@ -166,11 +163,7 @@ def _choose_automatically(launch: Launch | None, missing: Callable[[str], str | 
 
 
 class PerDeviceBackend(Backend):
-    """Connects the ranks by several backends: one for each type of device.
-
-    Args:
-        backends: for each device type ("cpu", "cuda") its backend.
-    """
+    """Connects the ranks by several backends, one for each type of device ("cpu", "cuda")."""
 
     def __init__(self, backends: Mapping[str, Backend]) -> None:
         self._backends = dict(backends)
@@ -188,8 +181,7 @@ class PerDeviceBackend(Backend):
     def connect(self, request: ConnectRequest) -> PerDeviceGroup:
         """Connect one backend after the other. The CPU's backend comes first, and the other backends get the CPU's group.
 
-        The ranks of a GPU backend may use the CPU's group to find each other. If any of the backends has `meets_in_store`, only
-        the backends with `meets_in_store` get the request's store. Each backend is told for which device type it will be used.
+        If any of the backends has `meets_in_store`, only the backends with `meets_in_store` get the request's store.
         """
         groups: dict[str, ProcessGroup] = {}
         for device in sorted(self._backends, key=lambda device: device != "cpu"):

@@ -1,11 +1,4 @@
-"""Rendezvous: make a store that all ranks of a job share. A backend needs the store if its library cannot connect the ranks.
-
-Our TCP store listens on only one address, and accepts only clients with the job's secret. Our file store never reads data of an
-earlier run. torch's own stores are less safe: TCPStore listens on all addresses and asks for no credential, and FileStore reads
-data of an earlier run. So we use torch's rendezvous only under torchrun, whose agent has already opened a TCPStore.
-
-The last part of the module parses the URL of an `init_method`.
-"""
+"""Make a store that all ranks of a job share, for a backend whose library cannot connect the ranks."""
 
 from __future__ import annotations
 
@@ -131,12 +124,11 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
     """Return the store for a URL. All ranks that call this function with the same URL share the store.
 
     ``file:///folder``
-        Ranks meet in a folder that all of them can reach; see `stores.file_rendezvous`. The folder may contain files of earlier
-        runs.
+        Ranks meet in a folder that all of them can reach. The folder may contain files of earlier runs.
     ``tcp://host:port``
         Rank 0 serves a store on this address of its machine. All ranks must have the same secret, from the file named by
-        ``?secret_file=PATH`` or from the variable SYNCLINE_SECRET. On the loopback address, no file or variable is needed: the
-        ranks share the secret of their user; see `user_secret`.
+        ``?secret_file=PATH`` or from the variable SYNCLINE_SECRET. On the loopback address, neither is needed: the ranks share
+        the secret of their user; see `user_secret`.
     ``env://``
         Under torchrun, the store of torchrun's agent. Without torchrun, the same as ``tcp://$MASTER_ADDR:$MASTER_PORT``.
 
@@ -152,6 +144,8 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
         return _left_at_exit(file_rendezvous(parse_folder(init_method), rank, size, timeout=timeout_s))
     if scheme == "tcp":
         return _over_tcp(parse_address(init_method), rank, timeout_s, environ)
+    # Use torch's rendezvous only here: TCPStore listens on all addresses and asks for no credential, and FileStore reads data of
+    # an earlier run. But torchrun's agent has already opened a TCPStore.
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         logger.debug("rank %d of %d: rendezvous in the store of torchrun's agent", rank, size)
         store: dist.Store = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))[0]
@@ -164,16 +158,14 @@ def store_of_running_job(init_method: str, timeout_s: float) -> dist.Store:
 
     Raises:
         InvalidArgumentError: `init_method` does not name a folder.
-        StoreError: no job has met in the folder, or the latest job has ended; see `stores.join_latest_run`.
+        StoreError: no job has met in the folder, or the latest job has ended.
     """
     return _left_at_exit(join_latest_run(parse_folder(init_method), timeout=timeout_s))
 
 
 def _left_at_exit(store: FileStore) -> dist.Store:
-    """Return the store for torch. The last process of the run removes the run's folder at its exit.
-
-    Until then, the ranks of a new subgroup may meet in this folder.
-    """
+    """Return the store for torch. The last process of the run removes the run's folder at its exit."""
+    # At exit and not earlier, because the ranks of a new subgroup may meet in this folder until then.
     pid = os.getpid()
     _close_at_exit.append(lambda: leave_run(store) if os.getpid() == pid else None)  # forks are not counted
     return AsTorchStore(store)
@@ -197,8 +189,8 @@ def find_secret(secret_file: str | None, environ: Mapping[str, str], host: str =
     Args:
         secret_file: the path of the file with the secret, or None.
         environ: the environment variables.
-        host: the host where the ranks meet. If it is a loopback address, and there is neither a file nor the variable
-            SYNCLINE_SECRET, the result is the secret of this user; see `user_secret`.
+        host: the host where the ranks meet. On a loopback address, without a file and without the variable SYNCLINE_SECRET, the
+            result is the secret of this user; see `user_secret`.
 
     Raises:
         LaunchError: there is no secret, there are two secrets, or other users could read the secret file.
@@ -242,8 +234,7 @@ def _over_tcp(address: Address, rank: int, timeout_s: float, environ: Mapping[st
 def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float, address: str | None = None) -> dist.Store:
     """Start a TCP store on rank 0 of `group`, and connect all ranks to this store. All ranks of the group call this function.
 
-    The store listens on one address, and on a port that the system chooses. Rank 0 sends the address and the store's secret to
-    the other ranks through the group.
+    The store listens on one address, and on a port that the system chooses.
 
     Args:
         group: a group of the ranks.
@@ -281,7 +272,7 @@ def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float, address: str | No
 
 @functools.cache
 def _serve(host: str, port: int, secret: str) -> TCPStoreServer:
-    """The server lives until this process exits, because new subgroups may need the store at any time."""
+    """Start a server that lives until this process exits, because new subgroups may need the store at any time."""
     server = TCPStoreServer(host, port, secret=secret)
     _close_at_exit.append(server.close)
     return server
@@ -306,7 +297,7 @@ def _close_all() -> None:
 
 @dataclass(frozen=True)
 class Address:
-    """The parts of a URL: host and port where rank 0 serves a TCP store, and the path of the secret file (or None)."""
+    """The host and the port where rank 0 serves a TCP store, and the path of the secret file (or None)."""
 
     host: str
     port: int

@@ -36,16 +36,16 @@ class AlgorithmThresholds:
     Attributes:
         eager_bytes: a collective uses the eager algorithm if a rank reads at most this many bytes from its peers. A larger
             value means fewer waits per call. But each rank reads and reduces all data, and the group needs more shared memory.
-        window_bytes: the smallest memory that `allocate` puts in a window (memory that all ranks of a node can read and write).
-            Also the smallest tensor for which a collective checks whether the tensors of all ranks are in a window. A smaller
-            value means that more tensors are reduced in place. But each tensor takes whole memory pages.
+        window_bytes: the smallest memory that `allocate` puts in a window (memory that all ranks of a node can read and write),
+            and the smallest tensor that a collective looks for in windows. A smaller value means that more tensors are reduced
+            in place. But each tensor takes whole memory pages.
         staged_bytes: the smallest tensor outside of windows that a reduction copies into shared memory and out again. A smaller
-            value means fewer reductions by MPI. But each reduction through shared memory copies its tensor twice, and waits
-            for the other ranks at least twice.
+            value means fewer reductions by MPI. But each reduction through shared memory copies its tensor twice, and waits for
+            the other ranks at least twice.
         ring_bytes: a reduction uses Syncline's ring between nodes if a part (the tensor's size divided by the number of nodes)
             has at least this size. A smaller value means that more reductions use the whole bandwidth of a TCP network. But a
-            ring of p nodes takes 2 (p - 1) steps. Switch the ring off if the network itself reduces, or if the MPI
-            library is tuned for the network.
+            ring of p nodes takes 2 (p - 1) steps. Switch the ring off if the network itself reduces, or if the MPI library is
+            tuned for the network.
     """
 
     eager_bytes: int = 512 << 10
@@ -76,7 +76,7 @@ def _key(kind: type, default: Any, doc: str) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a site: one field for each key of the site file, with its type, default and meaning."""
+    """The settings of a site: one field for each key of the site file."""
 
     backend: str | None = _key(str, None, "the backend where init_process_group and SYNCLINE_BACKEND name none")
     timeout_s: float = _key(float, DEFAULT_TIMEOUT_S, "the default of init_process_group's timeout, in seconds")
@@ -138,8 +138,7 @@ def load_settings(environ: Mapping[str, str] = os.environ, default_path: Path = 
     The file `default_path` need not exist. The environment variable `SYNCLINE_TIMEOUT_S` overrides the file's `timeout_s`.
 
     Raises:
-        SiteFileError: the file that `SYNCLINE_SITE` names does not exist, the file cannot be read, or `parse_settings` finds an
-            error.
+        SiteFileError: the file that `SYNCLINE_SITE` names does not exist, or the site file cannot be read or has an error.
         InvalidArgumentError: `SYNCLINE_TIMEOUT_S` is not a number of seconds.
     """
     settings = _load_file(environ, default_path)
@@ -153,7 +152,7 @@ def load_settings(environ: Mapping[str, str] = os.environ, default_path: Path = 
 
 
 def site_path(environ: Mapping[str, str] = os.environ, default_path: Path = DEFAULT_SITE_FILE) -> Path:
-    """The path of the site file, which may not exist."""
+    """Return the path of the site file, which may not exist."""
     return Path(environ.get(SITE_VARIABLE) or default_path)
 
 
@@ -172,11 +171,7 @@ def _load_file(environ: Mapping[str, str], default_path: Path) -> Settings:
 
 
 def parse_settings(text: str, path: str) -> Settings:
-    """Make settings from the content of a site file.
-
-    Args:
-        text: the content of the file.
-        path: the path of the file, for messages.
+    """Make settings from the content of a site file. `path` is the file's path, for messages.
 
     Raises:
         SiteFileError: the text is not TOML, or has an unknown key, a value of the wrong type, or an impossible value.

@@ -9,7 +9,7 @@ points to the first rank.
 The first rank that fails is usually the cause. But a rank that has only lost a connection knows less than other ranks. So this
 rank first waits up to `_VAGUE_S` seconds for another rank to speak.
 
-No wait is endless: a rank tries to lock the file for `_LOCK_S` seconds. A rank that cannot use the file speaks.
+A rank tries to lock the file for `_LOCK_S` seconds. A rank that cannot use the file speaks.
 """
 
 from __future__ import annotations
@@ -82,12 +82,11 @@ def are_handled_elsewhere() -> bool:
 def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool) -> None:
     """Set an excepthook that prints an exception in full on one rank of a node. See Note [Who speaks].
 
-    Before the ranks are connected, they do not know which other processes belong to their run. But ranks that one launcher has
-    started on a node share a parent process. If several of these ranks fail with the same text, only the first rank prints this
-    text.
+    Before the ranks are connected, they do not know which other processes belong to their run. If ranks with the same parent
+    process fail with the same text, only the first rank prints it.
 
     Args:
-        is_connected: a function that returns whether the ranks are connected. The hook calls this function.
+        is_connected: returns whether the ranks are connected. The hook calls this function.
         has_siblings: whether a launcher started this process.
     """
     # Do not set the hook twice, nor at a Python prompt, nor if `syncline run` prints the error.
@@ -96,10 +95,8 @@ def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool) 
 
 
 def print_failures_of_the_run(*, has_siblings: bool) -> None:
-    """Set an excepthook as in Note [Who speaks]. Call this function when the ranks are connected.
-
-    The function replaces only Python's own excepthook. A hook that the user or an MPI group has set stays.
-    """
+    """Set an excepthook as in Note [Who speaks], if the program has not set one. Call this when the ranks are connected."""
+    # A hook that the user or an MPI group has set stays.
     if sys.excepthook is sys.__excepthook__:
         print_failure_once(lambda: True, has_siblings=has_siblings)
 
@@ -170,10 +167,7 @@ def _is_vague(error: BaseException) -> bool:
 
 
 def also_failed(error: BaseException, trace: TracebackType | None) -> str:
-    """Return one line for a rank that fails after another rank has printed the reason.
-
-    The line leaves out the text of a `SynclineError`.
-    """
+    """Return one line for a rank that fails after another rank has printed the reason."""
     place = ""
     for frame in traceback.extract_tb(trace):
         # The last frame of the user's code counts, because it is nearest to the error.
@@ -196,11 +190,9 @@ def flush_output() -> None:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Write to a stream, if possible.
-
-    The default is the standard error that the process began with, because torch's excepthook replaces `sys.stderr`.
-    """
+    """Write to a stream, if possible; by default to the standard error that the process began with."""
     flush_output()
+    # torch's excepthook replaces `sys.stderr`.
     stream = stream or sys.__stderr__ or sys.stderr
     with suppress(AttributeError, OSError, ValueError):
         stream.write(text.rstrip("\n") + "\n")
@@ -213,8 +205,8 @@ def say(text: str, stream: TextIO | None = None) -> None:
 def in_text(error: BaseException, trace: TracebackType | None) -> str:
     """Return the text that Python prints for an exception, but without stack frames inside Syncline and torch.
 
-    The text also lacks the causes of a `SynclineError`. But the text has all frames and causes if SYNCLINE_FULL_TRACEBACKS or
-    the setting `full_tracebacks` asks for them, if logging is at DEBUG, or if the exception may be a bug of Syncline.
+    The text also lacks the causes of a `SynclineError`. All frames and causes are there if SYNCLINE_FULL_TRACEBACKS or the
+    setting `full_tracebacks` asks for them, if logging is at DEBUG, or if the exception may be a bug of Syncline.
     """
     shown = error
     if isinstance(error, SynclineError):
@@ -231,7 +223,7 @@ def in_text(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def _shorten(told: traceback.TracebackException, error: BaseException) -> bool:
-    """Leave out frames and causes. Returns whether frames of an error that is no `SynclineError` were left out.
+    """Leave out frames and causes. Return whether frames of an error that is no `SynclineError` were left out.
 
     The causes of a `SynclineError` are left out, because its text contains them. Earlier errors of the user's code are kept.
     """
@@ -299,10 +291,7 @@ def _between() -> tuple[str, ...]:
 def is_first(name: str, began_s: float, folder: Path | None = None) -> bool:
     """Whether no other process of this user has printed under the key `name` since the run began. True if this is not known.
 
-    A file lists the keys under which processes have printed, and the times. If no other process has printed under `name`,
-    the function adds this process to the file. A shell, or torchrun's agent, may start several runs that fail with the same
-    error. So the function ignores entries from before `began_s`, which belong to earlier runs. The function also ignores
-    entries that are older than `FRESH_S` seconds.
+    If so, this process counts as the one that has printed. Entries of other processes count for `FRESH_S` seconds.
 
     Args:
         name: a key for the text that this process would print. Two processes have the same key only if they have the same
@@ -316,12 +305,12 @@ def is_first(name: str, began_s: float, folder: Path | None = None) -> bool:
 def spoke_before(name: str, began_s: float, who: str | None, folder: Path | None = None) -> str | None:
     """Return the `who` of the process that has spoken (printed its error in full) for this name, or None.
 
-    If no process has spoken, and `who` is given, the function writes to the file of `is_first` that this process now speaks.
+    If no process has spoken, and `who` is given, this process now counts as the one that has spoken.
 
     Args:
         name: see `is_first`. Ranks that are connected pass a key of their run.
         began_s: see `is_first`.
-        who: this process in words, for the other processes. If None, the function only reads the file, and writes nothing.
+        who: this process in words, for the other processes. If None, the function writes nothing.
         folder: see `is_first`.
     """
     try:
@@ -332,6 +321,8 @@ def spoke_before(name: str, began_s: float, who: str | None, folder: Path | None
             spoken = {}
             with suppress(ValueError, TypeError, AttributeError):  # the file is incomplete
                 spoken = {said: (at_s, by) for said, (at_s, by) in json.load(file).items() if now - FRESH_S < at_s <= now}
+            # A shell, or torchrun's agent, may start several runs that fail with the same error. So entries from before this
+            # run do not count.
             at_s, by = spoken.get(name, (-1.0, ""))
             if at_s > began_s:
                 return str(by)
@@ -362,15 +353,16 @@ def _lock(file: IO[str]) -> None:
 def run_began_s() -> float:
     """Return the earliest time at which a rank of this run may have started, in seconds since the epoch.
 
-    If a process manager of MPI started this process, the result is `_STARTS_WITHIN_S` before the start of this process, because
-    other ranks may have started earlier. Otherwise the result is the start time of this process. It is not earlier, because a
-    parent such as torchrun's agent may start this run right after another run, whose failures must not count for this run.
+    If a process manager of MPI started this process, this time is `_STARTS_WITHIN_S` before the start of this process.
+    Otherwise it is the start time of this process.
     """
+    # Without a process manager of MPI, a parent such as torchrun's agent may start this run right after another run, whose
+    # failures must not count for this run.
     return started_s() - (0.0 if process_manager(os.environ) is None else _STARTS_WITHIN_S)
 
 
 def started_s() -> float:
-    """The start time of this process, in seconds since the epoch."""
+    """Return the start time of this process, in seconds since the epoch."""
     identity = own_identity()
     if identity is None:
         # Without /proc, the time of the import is the best estimate.

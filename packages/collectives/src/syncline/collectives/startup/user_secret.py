@@ -1,7 +1,6 @@
 """A secret that the processes of one user on one machine share, in a file that nobody else can read.
 
-Ranks that meet on the loopback address need the secret: no other machine can reach this address, but every user of this machine
-can.
+Ranks that meet on the loopback address need the secret, because every user of this machine can reach this address.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GroupStore: a table on rank 0 of a process group. The other ranks use the table through send and receive, without a port."""
+"""`GroupStore`: a table on rank 0 of a process group. The other ranks use it through send and receive, without a port."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ class GroupStore(ServedStore):
     """A store for the ranks of a group. The program must not use the group for anything else.
 
     A thread on rank 0 answers the requests of the other ranks. It checks for requests every 0.2 ms to 20 ms, and with many
-    ranks less often. The interval grows while no request comes. A call costs four messages on other ranks, and no message on
-    rank 0. A call that waits for a key repeats its request.
+    ranks less often.
+
+    Cost of a call: four messages, and no message on rank 0. A call that waits for a key repeats its request.
 
     Args:
         group: the group whose ranks share the store. All ranks make a `GroupStore`, and all call `close`, which also closes the
@@ -78,8 +79,8 @@ class GroupStore(ServedStore):
     def close(self) -> None:
         """Tell rank 0 that this rank will send no more requests, and close the group. A second call does nothing.
 
-        Rank 0 waits a few seconds at most until all other ranks have called `close`. In three cases `close` aborts the group:
-        a rank does not call `close` in time, rank 0 is gone, or an earlier call on this rank ended before its answer came. In a
+        Rank 0 waits a few seconds at most until all other ranks have called `close`. `close` aborts the group if a rank does
+        not call `close` in time, if rank 0 is gone, or if an earlier call on this rank ended before its answer came. In a
         forked child of a rank, `close` does nothing.
         """
         if os.getpid() != self._pid:
@@ -156,7 +157,7 @@ class _Server:
             return reply
 
     def stop(self) -> bool:
-        """Wait a few seconds until all other ranks have closed their stores, then end the thread. Returns whether all have."""
+        """Wait a few seconds until all other ranks have closed their stores, then end the thread. Return whether all have."""
         if self._thread.is_alive():
             self._thread.join(_GOODBYES_S)
         self._stopping.set()
@@ -177,8 +178,8 @@ class _Server:
 
         Note [A receive for each rank]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-        The server starts one receive for each rank. A single receive from any rank (MPI_ANY_SOURCE) would be simpler. But with
-        MPICH 5.0.2 over UCX, such a receive loses messages from other nodes while another thread communicates.
+        The server starts one receive for each rank. With MPICH 5.0.2 over UCX, a receive from any rank (MPI_ANY_SOURCE) loses
+        messages from other nodes while another thread communicates.
         """
         awaited = {client: self._await(client) for client in range(1, self._group.size)}
         pause_s = _SHORTEST_PAUSE_S

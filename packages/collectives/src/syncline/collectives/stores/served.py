@@ -1,8 +1,7 @@
 """A table that one process serves to other processes: the protocol, the server's side, and the client's side.
 
 A message is a code (an `Op` or a `Status`), then fields. Before each field comes its length. No field is ever unpickled or
-evaluated. `Service` does no I/O: it gets the time as an argument and returns the answers, so tests need no network. The TCP
-store and the store over a group use this module.
+evaluated. `Service` does no I/O: it gets the time as an argument and returns the answers.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ class _WaitingRequest:
 
 
 class Service(Generic[Client]):
-    """The server's table, which answers requests. `Client` is the type of a client's id. The caller chooses this type."""
+    """The server's table, which answers requests. `Client` is the type of a client's id, which the caller chooses."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -158,7 +157,7 @@ class Service(Generic[Client]):
         }
 
     def request(self, client: Client, message: bytes, now: float) -> list[tuple[Client, bytes]]:
-        """Process one request. Returns answers to this client, and to the clients whose wait ends because of this request.
+        """Process one request. Return answers to this client, and to the clients whose wait ends because of this request.
 
         Raises:
             ProtocolError: the message is not a request. The table is not changed.

@@ -1,7 +1,4 @@
-"""Store: the contract of a small table of keys and values that the processes of a job share to find each other.
-
-PrefixStore gives access to those keys of another store that begin with a given prefix.
-"""
+"""`Store`: a small table of keys and values, through which the processes of a job find each other."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ _LONGEST_PAUSE_S = 0.05
 
 
 class Store(ABC):
-    """A handle on a table. The keys are text, and the values are bytes. All processes (or threads) of a job share the table.
+    """A handle on a table that all processes (or threads) of a job share. The keys are text, and the values are bytes.
 
     **Callers:** any thread of any process that has a handle may call a method, at any time. No method is a collective. A call
     that waits in one thread does not block other threads that use the handle, or other processes.
@@ -39,8 +36,8 @@ class Store(ABC):
     order. After the call has returned, every handle sees its effect. `check` and `wait` may look at their keys one after the
     other.
 
-    **Values** are bytes. A str is stored as UTF-8. Numbers are stored as decimal text, as in torch: if `add` has returned 3,
-    `get` returns ``b"3"``.
+    **Values** are bytes. A str is stored as UTF-8, and a number as decimal text, as in torch: if `add` has returned 3, `get`
+    returns ``b"3"``.
 
     **Waiting** is limited by the `timeout` of the call. Without a `timeout`, the time limit of the handle applies.
 
@@ -53,10 +50,7 @@ class Store(ABC):
         _stores.add(self)
 
     def _in_fork(self) -> None:  # noqa: B027 - a store without locks has nothing to do
-        """Called in a forked child before other code runs.
-
-        A subclass replaces its locks here, because a thread of the parent may have held them at the fork.
-        """
+        """Replace the locks of this handle. Called in a forked child before other code runs."""
 
     @property
     def timeout(self) -> timedelta:
@@ -109,16 +103,16 @@ class Store(ABC):
 
     @abstractmethod
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """Store `desired` if the value is `expected`. A key that does not exist counts as an empty value.
+        """Store `desired` if the value is `expected`. A key that does not exist counts as an empty value. As in torch.
 
         Returns:
-            `desired` if `desired` was stored. The key's value if this value is not `expected`. If the key does not exist and
-            `expected` is not empty, nothing is stored, and the result is `expected`. These rules are the same as in torch.
+            `desired` if it was stored, otherwise the key's value. If the key does not exist, and `expected` is not empty:
+            `expected`.
         """
 
     @abstractmethod
     def delete_key(self, key: str) -> bool:
-        """Remove `key`. Returns whether the key existed."""
+        """Remove `key`. Return whether the key existed."""
 
     @abstractmethod
     def num_keys(self) -> int:
@@ -131,7 +125,7 @@ class Store(ABC):
         return made
 
     def close(self) -> None:  # noqa: B027 - most stores hold nothing
-        """Release the resources of this handle. The keys stay. Do not use the handle afterwards: calls may raise errors."""
+        """Release the resources of this handle. The keys stay. Do not use the handle afterwards."""
 
     def _limit_s(self, timeout: timedelta | float | None) -> float:
         return _limited(timeout, self._timeout_s)
@@ -142,7 +136,7 @@ def _limited(timeout: timedelta | float | None, default_s: float) -> float:
 
 
 def as_bytes(value: bytes | str) -> bytes:
-    """Convert a value to the bytes that are stored.
+    """Return a value as the bytes that are stored.
 
     Raises:
         InvalidArgumentError: the value is neither bytes nor str.
@@ -169,8 +163,9 @@ def as_keys(keys: Sequence[str]) -> list[str]:
     """Check a list of keys, and return the list.
 
     Raises:
-        InvalidArgumentError: `keys` is a single str (it would be taken for a list of letters), or an entry is not a str.
+        InvalidArgumentError: `keys` is a single str, or an entry is not a str.
     """
+    # A single str would be taken for a list of letters.
     if isinstance(keys, (str, bytes)):
         raise InvalidArgumentError(f"expected a list of keys, found the single key {keys!r}; write [{keys!r}]")
     return [as_key(key) for key in keys]
@@ -186,10 +181,10 @@ def key_timeout(keys: Iterable[str], where: str, timeout_s: float) -> StoreTimeo
 
 
 def poll(done: Callable[[], bool], scope: CancelScope) -> bool:
-    """Call `done` again and again, at least once, until `done` returns true. Use `poll` if no event announces the change.
+    """Call `done` until it returns true, at least once. Use `poll` if no event announces the change.
 
-    The pauses grow from 1 to 50 milliseconds. Each pause is shortened by a random part, so that processes do not all call
-    `done` at the same time.
+    The pauses grow from 1 to 50 milliseconds. A random part is cut off, so that processes do not all call `done` at the same
+    time.
 
     Returns:
         Whether `done` returned true before `scope` was over.
@@ -209,8 +204,7 @@ class PrefixStore(Store):
     Args:
         prefix: the beginning of the keys, without the slash that follows.
         store: the store with the values. Closing this handle does not close `store`.
-        timeout: seconds or a timedelta; None takes the limit that `store` has now. A later change of `store`'s limit does not
-            change the limit of this handle.
+        timeout: seconds or a timedelta; None takes the limit that `store` has now.
     """
 
     def __init__(self, prefix: str, store: Store, timeout: timedelta | float | None = None) -> None:

@@ -1,7 +1,7 @@
 """Changes of one value of a table, and stores that carry out changes under one lock.
 
-A change is a function of the type `Mutation`. The function takes the value of a key (None if there is no value). It returns the
-new value (None to remove the key), and the answer for the caller.
+A change is a function of the type `Mutation`. It takes the value of a key (None if there is no value). It returns the new value
+(None to remove the key), and the answer for the caller.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SMALLEST, LARGEST = -(2**63), 2**63 - 1
 
 
 def setting(value: bytes) -> Mutation[None]:
-    """Return a change (see the module) that sets the value. The answer is None."""
+    """Return a `Mutation` that sets the value. The answer is None."""
     return lambda _: (value, None)
 
 
 def adding(key: str, amount: int) -> Mutation[int]:
-    """Return a change (see the module) that adds `amount` to a value in decimal text. `key` is only for error messages."""
+    """Return a `Mutation` that adds `amount` to a value in decimal text. `key` is only for error messages."""
 
     def change(old: bytes | None) -> tuple[bytes, int]:
         total = _number(key, old) + amount
@@ -51,7 +51,7 @@ def _number(key: str, value: bytes | None) -> int:
 
 
 def swapping(expected: bytes, desired: bytes) -> Mutation[bytes]:
-    """Return a change (see the module) that sets `desired` if the value is `expected`, as `Store.compare_set` does."""
+    """Return a `Mutation` that sets `desired` if the value is `expected`, as `Store.compare_set` does."""
 
     def change(old: bytes | None) -> tuple[bytes | None, bytes]:
         if (old or b"") == expected:
@@ -62,7 +62,7 @@ def swapping(expected: bytes, desired: bytes) -> Mutation[bytes]:
 
 
 def removing() -> Mutation[bool]:
-    """Return a change (see the module) that removes the value. The answer says whether there was a value."""
+    """Return a `Mutation` that removes the value. The answer says whether there was a value."""
     return lambda old: (None, old is not None)
 
 
@@ -74,7 +74,7 @@ def missing(keys: Iterable[str], present: Container[str]) -> list[str]:
 def apply(values: dict[str, bytes], key: str, change: Mutation[Answer]) -> Answer:
     """Carry out `change` on one value of a table in memory, and return the change's answer.
 
-    The caller must make sure that no other thread uses the table during the call.
+    No other thread may use the table during the call.
     """
     new, answer = change(values.get(key))
     if new is None:
@@ -121,7 +121,7 @@ class InMemoryStore(LockedStore):
         self._changed = threading.Condition()
 
     def describe(self) -> str:
-        """Return the words "in-memory store". There is no address to show."""
+        """Return the words "in-memory store"."""
         return "in-memory store"
 
     @override

@@ -7,8 +7,8 @@ Python classes can derive from `torch.distributed.Store`, but there are traps (m
 * C++ looks for two methods under their C++ names, `deleteKey` and `getNumKeys`. `PrefixStore.clone` calls `clone`. All other
   methods have the same name in C++ and Python.
 * torch asks `has_extended_api` before it calls `append`, `multi_get` or `multi_set`. The base class answers no.
-* C++ keeps only the C++ half of the object. When the last Python reference is dropped (``PrefixStore("p", AsTorchStore(s))``,
-  ``init_process_group(store=AsTorchStore(s))``), the Python half with the methods is freed, and the next call aborts with an
+* C++ keeps only the C++ half of the object. When the last Python reference is dropped
+  (``init_process_group(store=AsTorchStore(s))``), the Python half with the methods is freed, and the next call aborts with an
   internal assertion. So `AsTorchStore` keeps itself alive, until `release` or the end of the process.
 * The time limit is in the C++ half: if C++ calls `set_timeout`, Python does not see the call. So each call that waits reads the
   limit from the C++ half.
@@ -16,8 +16,7 @@ Python classes can derive from `torch.distributed.Store`, but there are traps (m
 
 Note [Waiting in torch's stores]
 --------------------------------
-`FromTorchStore` does not use torch's own `wait`. It asks every 1 to 50 ms, because torch's `wait` breaks our contract in three
-ways (measured with torch 2.13):
+`FromTorchStore` asks every 1 to 50 ms, because torch's own `wait` breaks our contract in three ways (measured with torch 2.13):
 
 * A thread that waits in a TCPStore holds the store's mutex, so it blocks other threads that use this handle.
 * `add` does not wake a thread that waits in a HashStore; the thread returns only at its time limit.
@@ -46,7 +45,7 @@ from .store import LONGEST_STORE_TIMEOUT_S, Store, as_bytes, as_key, as_keys, ke
 
 
 class TorchStoreTimeout(StoreTimeout, dist.DistStoreError):
-    """A key was not set in time. The class also derives from torch's error class, because torch's code catches this class."""
+    """A key was not set in time. The class also derives from torch's error class, which torch's code catches."""
 
 
 class AsTorchStore(dist.Store):
@@ -116,13 +115,12 @@ class AsTorchStore(dist.Store):
 class FromTorchStore(Store):
     """A store of torch as a `Store` of Syncline.
 
-    A call that waits asks torch's store again and again. Two differences from other stores remain: FileStore counts an internal
-    key in `num_keys`, and TCPStore closes the connection of a client that calls `add` on a value that is not a number.
+    Two differences from other stores remain: FileStore counts an internal key in `num_keys`, and TCPStore closes the connection
+    of a client that calls `add` on a value that is not a number.
 
     Args:
         store: the store with the values.
-        timeout: seconds or a timedelta; None takes the limit that `store` has now. A later change of `store`'s limit does not
-            change the limit of this object.
+        timeout: seconds or a timedelta; None takes the limit that `store` has now.
     """
 
     def __init__(self, store: dist.Store, timeout: timedelta | float | None = None) -> None:
@@ -135,7 +133,7 @@ class FromTorchStore(Store):
         return f"{name} at {self._store.host}:{self._store.port}" if isinstance(self._store, dist.TCPStore) else name
 
     def set(self, key: str, value: bytes | str) -> None:
-        """See [`Store.set`][syncline.collectives.stores.Store.set]."""
+        """As [`Store.set`][syncline.collectives.stores.Store.set]."""
         # See Note [Set in torch's TCPStore].
         name, raw = as_key(key), as_bytes(value)
         with self._explained():
@@ -176,10 +174,8 @@ class FromTorchStore(Store):
             return self._store.compare_set(name, old, new)  # type: ignore[arg-type]  # torch's type says str, but bytes work
 
     def delete_key(self, key: str) -> bool:
-        """See [`Store.delete_key`][syncline.collectives.stores.Store.delete_key].
-
-        torch's FileStore returns true even if the key did not exist, so this method first asks whether the key exists.
-        """
+        """As [`Store.delete_key`][syncline.collectives.stores.Store.delete_key]."""
+        # torch's FileStore returns true even if the key did not exist, so first ask whether it exists.
         name = as_key(key)
         with self._explained():
             return self._store.check([name]) and self._store.delete_key(name)

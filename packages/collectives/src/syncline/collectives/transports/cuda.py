@@ -1,4 +1,4 @@
-"""The `DeviceRuntime` of CUDA. This module uses torch, but CuPy makes the streams that must not be shared."""
+"""The `DeviceRuntime` of CUDA."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class CudaEvent(Event):
-    """An event on a stream. The constructor records the event after all operations that the stream holds now."""
+    """An event on a stream, recorded after all operations that the stream holds now."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
@@ -57,7 +57,7 @@ def _current_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class _Current:
-    """As `torch.cuda.stream`, but cheaper if the stream is on the current device, as in nearly all programs."""
+    """As `torch.cuda.stream`, but cheaper if the stream is on the current device."""
 
     __slots__ = ("_before", "_stream", "_usual")
 
@@ -84,11 +84,7 @@ class _Current:
 
 
 class CudaStream(Stream):
-    """A CUDA stream.
-
-    With `is_own`, CuPy makes the stream, and no other code uses the stream while this object lives. Otherwise the stream comes
-    from torch's pool.
-    """
+    """A CUDA stream from torch's pool. With `is_own`, CuPy makes the stream, and only the owner of this object uses it."""
 
     def __init__(self, device: torch.device, *, is_own: bool) -> None:
         self.device = device
@@ -113,15 +109,11 @@ class CudaStream(Stream):
         return CudaEvent(self._stream)
 
     def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Event, *, captured: bool) -> None:
-        """Complete the future. torch then records an event on the current stream. Waiters and callbacks wait for this event.
-
-        This object's stream may already hold later collectives. If it were the current stream, waiters would also wait for
-        these collectives. So this method makes a stream of torch's pool current, and this stream waits only for `done`.
-
-        In a CUDA graph capture, the method makes this object's stream current instead. A capture requires that all its streams
-        are joined at the end, and no code would join the stream of the pool.
-        """
+        """Complete the future when `done` is over on the GPU: waiters and callbacks of the future wait for `done`."""
         assert isinstance(done, CudaEvent)
+        # torch records an event on the current stream, and waiters and callbacks wait for this event. This object's stream may
+        # already hold later collectives, so make a stream current that waits only for `done`. A capture requires that all its
+        # streams are joined at the end, and no code would join such a stream. So a capture uses this object's stream.
         ordered: torch.cuda.Stream = self._stream
         if not captured:
             ordered = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -217,9 +209,8 @@ class CudaRuntime(DeviceRuntime):
 class StreamPool:
     """Lends each stream to one user, which may be any object. When Python frees the user, another user can get the stream.
 
-    Two users must not share a stream, because the operations of one user would wait for the operations of the other user. For
-    example, a send may be queued after a receive in the same stream. If the peer answers only after this send, both ranks wait
-    for ever.
+    Two users must not share a stream. For example, a send may be queued after a receive in one stream. If the peer answers only
+    after this send, both ranks wait for ever.
 
     The pool never destroys a stream, because torch's allocator keeps memory for each stream handle.
 

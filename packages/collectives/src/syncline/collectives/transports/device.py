@@ -23,9 +23,6 @@ Keep = Callable[..., AbstractContextManager[None]]
 class DeviceTransport(Transport):
     """Moves tensors in host memory and tensors of a device.
 
-    A second transport moves the device's tensors. Without a second transport, the device's tensors are copied
-    through host memory.
-
     Args:
         host: the transport for tensors in host memory, and for calls without a tensor.
         rank: this process's rank in the group.
@@ -48,7 +45,7 @@ class DeviceTransport(Transport):
     def compares_every_call(self) -> bool:
         """Whether the host transport compares every call.
 
-        The direct transport always compares its calls: see Note [Presync] in `mpi.transport`.
+        The transport `direct` always does: see Note [Presync] in `mpi.transport`.
         """
         return self._host.compares_every_call
 
@@ -70,7 +67,7 @@ class DeviceTransport(Transport):
 
     @override
     def barrier(self, call: Call) -> None:
-        """Call the host transport's barrier. The barrier does not wait for operations on the device."""
+        """Call the host transport's barrier, which does not wait for operations on the device."""
         self._host.barrier(call)
 
     @override
@@ -155,7 +152,7 @@ class StagedPlan(Plan):
         rank: this rank.
         device: copies tensors between the device and host memory.
         kept: makes a context manager for the host buffers. If the plan fails inside the context, these buffers stay alive for
-            ever, because the library may still write to them.
+            ever.
     """
 
     def __init__(self, plan: Plan, signature: Signature, rank: int, device: DeviceRuntime, kept: Keep) -> None:
@@ -203,13 +200,13 @@ class StagedArrival(Request):
         self._is_over = False
 
     def wait(self, scope: CancelScope) -> None:
-        """Wait for the message, then copy the message to the device."""
+        """Wait for the message, then copy it to the device."""
         if not self._is_over:
             self._request.wait(scope)
             self._deliver()
 
     def test(self) -> bool:
-        """Whether the message has arrived. If so, also copy the message to the device."""
+        """Whether the message has arrived. If so, also copy it to the device."""
         if not self._is_over and self._request.test():
             self._deliver()
         return self._is_over

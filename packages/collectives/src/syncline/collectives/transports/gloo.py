@@ -103,8 +103,7 @@ class GlooTransport(LibraryTransport):
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
         """Call Gloo's all-reduce, or, for large float16 and bfloat16 tensors, a reduce-scatter and an all-gather.
 
-        Gloo's all-reduce of these two dtypes would send float32, which are 4 bytes for each element. The two other collectives
-        send 2 bytes for each element.
+        Gloo's all-reduce of these two dtypes would send 4 bytes for each element. The two other collectives send 2 bytes.
         """
         if tensor.dtype not in HALVES or self._group.size == 1 or tensor.nbytes < _SCATTER_HALVES_FROM_BYTES:
             _wait(self._group.all_reduce(tensor, op, async_op=True), call.scope)
@@ -171,7 +170,7 @@ class GlooTransport(LibraryTransport):
         return _StorePost(dist.PrefixStore(f"status/{self._group.name}", self._store), self._group.rank, self._group.size)
 
     def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
-        """Make another Gloo group. The members meet in this group's store, under keys that no earlier subset has used."""
+        """Make another Gloo group. The members meet in this group's store."""
         rank = list(members).index(self._group.rank)
         group = f"{name}/{crc32(repr(list(members)).encode()):x}"
         self._subsets[group] += 1
@@ -179,10 +178,7 @@ class GlooTransport(LibraryTransport):
         return connect(store, rank, len(members), name, scope, self.devices)
 
     def outlive(self, store: dist.Store, timeout_s: float) -> None:
-        """Set the store in which subsets meet, and the time limit of collectives, after the ranks have connected.
-
-        This is necessary if the ranks have used another store and another time limit to connect.
-        """
+        """Replace the store in which subsets meet, and the time limit of collectives, after the ranks have connected."""
         self._store = store
         self._group.torch_group._set_default_timeout(timedelta(seconds=timeout_s))
 
@@ -199,17 +195,14 @@ class GlooTransport(LibraryTransport):
         self._connected = None
 
     def abort(self) -> None:
-        """Keep the torch group for ever, because its destructor would wait for collectives in flight.
-
-        The reference stays even when the interpreter ends. Otherwise two ranks that gave up the same collective would wait for
-        each other at exit.
-        """
+        """Keep the torch group for ever, because its destructor would wait for collectives in flight."""
+        # Keep it even when the interpreter ends: two ranks that gave up one collective would wait for each other at exit.
         _open.discard(self)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
     @override
     def leave_to_parent(self) -> None:
-        """Keep the torch group for ever, because its destructor would wait for threads that a forked child does not have."""
+        """Keep the torch group for ever: its destructor would wait for threads that a forked child does not have."""
         self.abort()
 
     def _parts(self, block: torch.Tensor | None, part: torch.Tensor) -> list[torch.Tensor] | None:
@@ -217,7 +210,7 @@ class GlooTransport(LibraryTransport):
 
 
 class _StorePost(StatusPost):
-    """Keeps the latest status line of each rank in the store, and the number of all lines: if it has grown, a line is new."""
+    """Keeps the latest status line of each rank in the store, and the number of all lines. A larger number means a new line."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store
@@ -253,10 +246,6 @@ def connect(
 ) -> GlooTransport:
     """Connect with the other ranks. All ranks call this function with the same store, size and name.
 
-    First, the ranks meet in the store, so that an error can name the missing ranks. If `liveness` is given, the ranks know each
-    other already, and skip this meeting. Then Gloo connects the ranks on a new thread. At the time limit, this rank stops
-    waiting for this thread. (Gloo's own time limit would hold for each of its steps, and not for the whole connection.)
-
     Args:
         store: the store in which the ranks meet.
         rank: this rank.
@@ -265,7 +254,8 @@ def connect(
         scope: has the time limit for the meeting and the connection together.
         devices: where Gloo listens on this rank (see `Devices`). By default, Gloo listens on `interfaces`, or at an address
             that all ranks can reach.
-        liveness: finds out which ranks are lost. None if the ranks do not know each other yet.
+        liveness: finds out which ranks are lost. None if the ranks do not know each other yet; then they first meet in the
+            store.
         interfaces: see `ConnectRequest`.
 
     Raises:
@@ -279,6 +269,7 @@ def connect(
     ours = dist.PrefixStore(name, store)
     try:
         known = liveness
+        # Ranks without `liveness` first meet in the store, so that an error can name the missing ranks.
         if known is None:
             met = meet(FromTorchStore(ours), rank, size, scope)
             known = Liveness(met.processes, rank)
@@ -316,6 +307,7 @@ def _address_of(devices: Devices) -> str:
 
 
 def _connect_patiently(connect: Callable[[], Any], liveness: Liveness, scope: CancelScope, devices: Devices) -> Any:
+    # On a new thread: Gloo's own time limit would hold for each of its steps, and not for the whole connection.
     patience = CancelScope(scope.remaining_s(), liveness.reason_to_give_up)
     mine = ", ".join(value for device in devices for value in device.values())
     try:
@@ -463,9 +455,10 @@ def _hang_up() -> None:
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     When a collective is over, Gloo's own thread may still hold the collective's work, and with it the last reference to a
     tensor. On a busy machine the program may end before the thread drops the work. Then the thread finds no interpreter to drop
-    the tensor with, and aborts the process ("terminate called without an active exception"). Closing a group waits for Gloo's
-    threads of this group. So we close the groups while there is an interpreter. We do not close them while a call is in flight:
-    closing would wait for the call, up to its time limit.
+    the tensor with, and aborts the process ("terminate called without an active exception").
+
+    Closing a group waits for Gloo's threads of this group. So we close the groups while there is an interpreter, but not while
+    a call is in flight: closing would wait for the call, up to its time limit.
     """
     finish_all()
     for transport in _open if all_idle() else ():

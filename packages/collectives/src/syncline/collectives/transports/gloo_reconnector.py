@@ -1,7 +1,4 @@
-"""Connect the ranks of a Gloo group again, after a rank was lost or a new rank came.
-
-The ranks meet in the same store as at the start of the job. This store must still exist.
-"""
+"""Connect the ranks of a Gloo group again, after a rank was lost or a new rank came."""
 
 from __future__ import annotations
 
@@ -33,8 +30,7 @@ _REMEDY = "let the ranks meet in a folder (init_method='file:///shared/folder') 
 def store_lack(request: ConnectRequest, size: int, environ: Mapping[str, str] = os.environ) -> str | None:
     """Return an error text if the store in which the ranks meet may end with a rank; None if the store outlives all ranks.
 
-    After a rank is lost, the other ranks must meet in this store again. If the caller has passed a store, the function assumes
-    that this store outlives all ranks.
+    A store that the caller has passed counts as a store that outlives all ranks.
     """
     if size == 1 or request.store is not None:
         return None
@@ -71,17 +67,14 @@ class Job:
 
 
 class GlooReconnector(StoreReconnector):
-    """Connects the members of a Gloo group again.
-
-    Each member is a process, and writes its process identity to the store. With this identity, other members on the same
-    machine can find out whether the process has ended.
+    """Connects the members of a Gloo group again. The members meet in the same store as at the start of the job.
 
     Args:
-        store: the store in which the ranks met at the start of the job.
+        store: the store in which the ranks met at the start of the job. It must still exist.
         generation: the current members of the group, and the member number of this process.
         job: the facts that newcomers must know.
-        connect: connects the members by Gloo, and returns the transport. The function takes
-            `(generation, liveness, store, timeout_s)`, and uses the store only while it connects.
+        connect: connects the members by Gloo, and returns the transport. The arguments are `(generation, liveness, store,
+            timeout_s)`. The store is used only during this call.
         lack: the reason why the members cannot meet again; None if they can.
         lack_for_newcomers: the reason why newcomers cannot join; None if they can.
     """
@@ -113,7 +106,7 @@ class GlooReconnector(StoreReconnector):
         """Make the reconnector of a process that wants to join a running job.
 
         Raises:
-            StoreError: the store lacks the facts about the job that a newcomer needs.
+            StoreError: the store lacks the facts about the job.
             DisagreementError: the ranks of the job use options other than `options`.
         """
         said = json.loads(FromTorchStore(store).get(_JOB, timeout_s))
@@ -168,7 +161,7 @@ class GlooReconnector(StoreReconnector):
 
 
 class _WatchedStore(PrefixStore):
-    """If a member that connects through this store has ended, a wait for a key raises `StoreError`."""
+    """A store in which a wait for a key raises `StoreError` if a member of the generation has ended."""
 
     def __init__(self, store: Store, ended: Callable[[], Sequence[int]], timeout_s: float) -> None:
         super().__init__("gloo", store, timeout_s)

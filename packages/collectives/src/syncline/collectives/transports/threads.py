@@ -1,4 +1,4 @@
-"""The backend "in_process", for tests: ranks are threads of one process. This backend is also the simplest example."""
+"""The backend "in_process", for tests: ranks are threads of one process. It is the simplest example of a backend."""
 
 from __future__ import annotations
 
@@ -39,11 +39,10 @@ class _Receive:
 
 
 class SharedState:
-    """The state that the ranks of a group share, as threads of one process. The state has rounds, messages and receives.
+    """The state that the ranks of a group share: rounds, messages and receives. The ranks are threads of one process.
 
     In a round, each rank calls `exchange` once, and gets the values of all ranks. A message goes to the oldest receive that
-    matches. If no receive matches, the state keeps the message until a matching receive begins. One condition variable protects
-    the state.
+    matches. Without such a receive, the message waits.
     """
 
     def __init__(self, size: int) -> None:
@@ -97,10 +96,7 @@ class SharedState:
         return receive
 
     def collect(self, receive: _Receive, scope: CancelScope) -> tuple[int, torch.Tensor]:
-        """Wait for the message of a receive.
-
-        Returns:
-            The sender's rank, and the tensor.
+        """Wait for the message of a receive. Return the sender's rank, and the tensor.
 
         Raises:
             TimeoutError: no message came in time.
@@ -115,7 +111,6 @@ class SharedState:
         """Return the shared state of a subset of the ranks.
 
         The first call of each member returns the same object. The second call of each member returns another object, and so on.
-        So the members can make several groups with the same name.
         """
         with self._condition:
             number = self._asked[name, members, rank]
@@ -153,9 +148,8 @@ class SharedState:
 class InProcessTransport(LibraryTransport):
     """Carries out collectives between ranks that are threads of one process.
 
-    Most collectives have two rounds. In the first round, each rank gets references to the tensors of all ranks, and then reads
-    these tensors. The second round is a barrier. After the barrier all ranks have read all tensors, so a rank may overwrite its
-    own tensor.
+    Most collectives have two rounds. In the first round, each rank reads the tensors of all ranks. The second round is a
+    barrier, after which a rank may overwrite its own tensor.
     """
 
     backend_name = "in_process"
@@ -340,7 +334,7 @@ class InProcessReconnector(StoreReconnector):
         store: a store in memory, which all ranks share.
         generation: the group's current generation.
         first_size: the number of ranks in the first generation.
-        states: the shared state of each generation, by the number of the generation. All ranks share this dictionary.
+        states: for the number of each generation, its shared state. All ranks share this dictionary.
     """
 
     def __init__(self, store: Store, generation: Generation, first_size: int, states: dict[int, SharedState]) -> None:

@@ -1,4 +1,4 @@
-"""Folder: a folder in which no other user can make, change or replace files.
+"""A folder in which no other user can make, change or replace files, and a lock in this folder.
 
 Note [A folder of our own]
 --------------------------
@@ -7,10 +7,9 @@ Or the attacker could write false records that we would read. So:
 
 1. The folders and files that we make, also parent folders, are for their owner only (folders 0700, files 0600).
 2. We do not follow symbolic links when we open the folder and its files, and we open the files relative to the opened folder.
-   So neither the folder nor a file can be replaced between the check and the use. Links above the folder are allowed:
-   `~/scratch` is often a link.
+   So neither can be replaced between the check and the use. Links above the folder are allowed: `~/scratch` is often a link.
 3. An opened folder or file must belong to the user of this process, and nobody else may write it. To learn the id of this user,
-   we make a file and look at its owner, because NFS may map root, or all users, to another id.
+   we make a file and look at its owner, because NFS may map users to other ids.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Folder:
     """A folder of this user; see Note [A folder of our own]. Any thread or process may use the object.
 
     Args:
-        path: the folder. If the folder does not exist, the constructor makes the folder, for the owner only.
+        path: the folder. If the folder does not exist, the constructor makes it, for the owner only.
 
     Raises:
         StoreUnavailableError: the folder is a symbolic link, belongs to another user, or other users can write it.
@@ -53,7 +52,7 @@ class Folder:
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """A context that gives a descriptor of the folder, for use as `dir_fd`."""
+        """Return a context manager that gives a descriptor of the folder, for use as `dir_fd`."""
         descriptor = _open_here(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             self._check(self.path, descriptor)
@@ -129,9 +128,8 @@ class LinkLock:
     Note [Locking by link]
     ~~~~~~~~~~~~~~~~~~~~~~
     On several cluster file systems in their usual configuration (BeeGFS, Lustre mounted with `localflock`, NFS mounted with
-    `nolock` or `local_lock`), `flock` and `fcntl` locks silently work on one host only. `fcntl` locks also do not exclude
-    threads of one process. Making a hard link is atomic on the *server* of all these file systems: exactly one process can give
-    the name `lock` to its own file. So::
+    `nolock` or `local_lock`), `flock` and `fcntl` locks silently work on one host only. Making a hard link is atomic on the
+    *server* of all these file systems: exactly one process can give the name `lock` to its own file. So::
 
         1. write a file `ticket-<random>` that says who we are
         2. link(ticket, "lock"), again and again until the time limit
@@ -140,10 +138,9 @@ class LinkLock:
         4. release: unlink("lock"), but only if the ticket has two names; then unlink the ticket
 
     A process that is killed between 2 and 4 (some milliseconds) leaves the lock behind. A process on the same machine can find
-    out that the holder has ended (`ProcessIdentity`), and removes the lock. Only one process may do so, and this process must
-    not remove the lock of the next holder. So before a process removes the lock, it creates the file
-    `break-<the holder's ticket>`. If this file exists already, the process does not remove the lock. The `break` file is never
-    removed. Processes on other machines cannot find out that the holder has ended. Such a process fails at its time limit, with
+    out that the holder has ended (`ProcessIdentity`), and removes the lock. First it creates the file `break-<the holder's
+    ticket>`. If this file exists already, the process does not remove the lock. So only one process removes the lock, and never
+    the lock of the next holder. The `break` file is never removed. A process on another machine fails at its time limit, with
     an error that names the holder and the file to delete.
 
     Args:
@@ -155,7 +152,7 @@ class LinkLock:
 
     @contextmanager
     def held(self, timeout_s: float) -> Iterator[None]:
-        """A context that holds the lock.
+        """Return a context manager that holds the lock.
 
         Raises:
             StoreTimeout: the lock was not free within `timeout_s` seconds.

@@ -1,10 +1,10 @@
-"""file_rendezvous: the processes of one run find each other in a folder that may contain files of earlier runs.
+"""`file_rendezvous`: the processes of one run find each other in a folder that may contain files of earlier runs.
 
 Note [Rendezvous among leftovers]
 ------------------------------
-A process cannot see whether a file belongs to this run. So the process trusts a file only if the file repeats a random number
-that the process has just drawn. The folder has a store, the *rendezvous store*, which is never deleted. Its records may be out
-of date, but they must have the form that a rendezvous writes::
+A process cannot see whether a file belongs to this run. So it trusts a file only if the file repeats a random number that the
+process has just drawn. The folder has a store, the *rendezvous store*, which is never deleted. Its records may be out of date,
+but they must have the form that a rendezvous writes::
 
     rank r > 0                                   rank 0
     1. draws a number, sets join/r to the number
@@ -24,8 +24,8 @@ before they set here/<run>/r. A process that no longer uses the run's store call
 the count and the run's store. A run without a count has ended, so nobody may join it. A process that was killed stays in the
 count, so the store of its run is never removed.
 
-Each run has a new store, named by the random id of step 2. Two runs that meet at the same time in the same rendezvous store
-could mix their ranks. Give such runs different `rendezvous_id`s.
+Each run has a new store, named by the random id of step 2. Two runs that meet at the same time need different values of
+`rendezvous_id`, or their ranks could mix.
 """
 
 from __future__ import annotations
@@ -60,22 +60,22 @@ def file_rendezvous(
 ) -> FileStore:
     """Make a new file store for this run. Unlike `FileStore`, this function needs no id of the run from the caller.
 
-    All processes of the run call this function with the same `path`, `world_size` and `rendezvous_id`. On rank 0 the function
-    returns when all ranks have called the function. On another rank, the function returns when rank 0 has answered this rank.
+    All processes of the run call this function with the same `path`, `world_size` and `rendezvous_id`. Rank 0 waits for all
+    ranks. Another rank waits only for the answer of rank 0.
 
     Args:
         path: a folder that all processes reach under this name; it may contain files of earlier runs.
         rank: this process's rank.
         world_size: the number of processes.
-        rendezvous_id: a name. Runs that meet in the same folder at the same time need different names. The allowed characters
-            are the same as for the `run_id` of `FileStore`.
+        rendezvous_id: a name, with the same characters as the `run_id` of `FileStore`. Runs that meet in one folder at the same
+            time need different names.
         timeout: the time limit of the rendezvous, and of the new store; seconds or a timedelta.
 
     Raises:
         StoreTimeout: some ranks did not come in time. On rank 0, the message names the missing ranks.
         StoreUnavailableError: the folder cannot be written, or other users can write it.
-        StoreError: a record in the folder was not written by a rendezvous. Then all ranks raise the error at once, before their
-            time limit. Or rank 0 answered this rank, and then failed.
+        StoreError: a record in the folder was not written by a rendezvous. Then all ranks raise the error at once. Or rank 0
+            answered this rank, and then failed.
         DisagreementError: the ranks were given different values of `world_size`.
         InvalidArgumentError: `rank` is not below `world_size`.
     """
@@ -102,7 +102,7 @@ def file_rendezvous(
 
 
 def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
-    """Say that this process no longer uses a run's store. When the last process of the run says so, the store is removed.
+    """Say that this process no longer uses a run's store. The last process of the run to say so removes the store.
 
     Errors of the store are ignored.
 
@@ -119,9 +119,8 @@ def join_latest_run(
 ) -> FileStore:
     """Return the store of the latest run in this folder, for a process that joins the run later.
 
-    If no run has come to the folder yet, or if all processes of the latest run have called `leave_run`, the function waits for
-    the next run. A killed process never calls `leave_run`, so all processes of the latest run may be dead. The caller must
-    check whether these processes are alive.
+    If there is no run, or all processes of the latest run have called `leave_run`, the function waits for the next run. The
+    caller must check whether the processes of the run are alive: a killed process never calls `leave_run`.
 
     Args:
         path: the same as in `file_rendezvous`.
@@ -174,7 +173,7 @@ def _users(run: str) -> str:
 
 
 def _one_more(count: bytes | None) -> tuple[bytes | None, bool]:
-    """A change (see the module `table`): count one more user. The answer is false, and nothing changes, if the run has none."""
+    """A change (see the module `table`): count one more user. If the run has no count, change nothing, and answer false."""
     return (None, False) if count is None else (str(int(count) + 1).encode(), True)
 
 
@@ -251,7 +250,7 @@ def _gave_up(store: FileStore, rank: int) -> StoreError:
 
 
 class _Offer(NamedTuple):
-    """What rank 0 writes: the id of the run, `world_size`, and for each other rank the random number that rank 0 has read.
+    """The record that rank 0 writes: the id of the run, `world_size`, and the random number of each other rank.
 
     The size is 0 if an earlier version of Syncline wrote the offer.
     """

@@ -1,4 +1,4 @@
-"""FileStore: a table in a folder of a file system that all processes share."""
+"""`FileStore`: a table in a folder of a file system that all processes share."""
 
 from __future__ import annotations
 
@@ -77,14 +77,13 @@ class Log:
     2. A writer takes the lock (Note [Locking by link] in `file.folder`), reads new records, appends one record, calls `fsync`,
        closes the file, and releases the lock. `fsync` also raises the error of a full disk or quota in the writer.
     3. A reader takes no lock. It opens the file again each time, and reads on from where it stopped.
-    4. A record contains its length and checksum. If a record is incomplete, a reader stops before it, and tries again later. A
-       writer holds the lock, so an incomplete record comes from a write that failed. The next writer cuts this record
-       off.
+    4. A record contains its length and checksum. A reader stops before an incomplete record, and tries again later. A writer
+       holds the lock, so an incomplete record comes from a write that failed. The next writer cuts this record off.
     5. Complete records are never removed, so the file grows. An NFS client sees from the new size that its cache is out of
        date.
 
     Args:
-        folder: the folder of the file. If the file does not exist, the constructor creates the file, for the owner only.
+        folder: the folder of the file. If the file does not exist, the constructor creates it, for the owner only.
 
     Attributes:
         values: the table after the last `refresh` or `append`.
@@ -100,10 +99,8 @@ class Log:
             pass
 
     def in_fork(self) -> None:
-        """Forget the table, so that the next `refresh` reads the whole file. Called in a forked child.
-
-        At the fork, a thread of the parent may have been in the middle of `refresh`.
-        """
+        """Forget the table, so that the next `refresh` reads the whole file. Called in a forked child."""
+        # At the fork, a thread of the parent may have been in the middle of `refresh`.
         self.lock = threading.Lock()
         self._end = 0
         self.values = {}
@@ -166,16 +163,16 @@ _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
 class FileStore(table.LockedStore):
-    """A store in the folder `path/run_id`. If the folder does not exist, the constructor makes the folder.
+    """A store in the folder `path/run_id`. If the folder does not exist, the constructor makes it.
 
-    The store needs no daemon, port or lock server. Hard links and close-to-open consistency are enough, so NFS, Lustre, BeeGFS,
-    GPFS and local file systems work. A change costs about twenty operations on the file system, including one sync. A read
-    costs two opens and one read. A call that waits reads every 1 to 50 ms. The store's file grows with every change, so use the
-    store only to let processes meet, not as a database.
+    The store needs no daemon, port or lock server. The file system must have hard links and close-to-open consistency: NFS,
+    Lustre, BeeGFS, GPFS and local file systems have both.
 
-    Each run has its own folder, so a run never reads the data of an earlier run. For this reason `run_id` has no default: give
-    an id that only this run has, such as the scheduler's job number and step number together. Without such an id, use
-    `file_rendezvous`.
+    Cost: a change takes about twenty operations on the file system, including one sync. A read takes two opens and one read. A
+    call that waits reads every 1 to 50 ms. The store's file grows with every change, so do not use it as a database.
+
+    `run_id` must be new in every run, or the run would read the data of an earlier run. For example, use the scheduler's job
+    number and step number together. Without such an id, use `file_rendezvous`.
 
     The store refuses a folder that other users can write. Only the owner can read and write the store's files.
 

@@ -1,8 +1,4 @@
-"""A store that one process serves to other processes over TCP. A shared secret protects the store. The store needs pyzmq.
-
-The client is in the module `store`, which uses `connection`. The server is in the module `server`, which runs `loop` in a
-thread. The client and the server use `sockets` (socket options and keys) and `stores.served` (the messages).
-"""
+"""A store that one process serves to other processes over TCP. A shared secret protects the store. The store needs pyzmq."""
 
 from .server import TCPStoreServer
 from .sockets import new_secret

@@ -1,4 +1,4 @@
-"""Connection: the client's side of one connection to a TCP store."""
+"""`Connection`: the client's side of one connection to a TCP store."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class HungUpError(ConnectionError):
 class Connection:
     """A connection whose two ends have proved that they have the same secret. Only one thread at a time may use a connection.
 
-    A broken connection is not made again: the server may have carried out the last request, so sending this request again
-    would not be safe.
+    A broken connection is not made again, because the server may have carried out the last request.
 
     Args:
         host: the server's address or name.
@@ -83,10 +82,10 @@ class Connection:
         return not self._events.poll(0, zmq.POLLIN)
 
     def exchange(self, table: bytes, message: bytes, scope: CancelScope) -> tuple[bytes, bytes]:
-        """Send a request, and wait for the answer. Returns the id of the server's table, and the answer.
+        """Send a request, and wait for the answer. Return the id of the server's table, and the answer.
 
-        `table` is the id of the table that the client has used so far; empty if the client has had no answer yet. A new server
-        at the same address has a table with another id, and refuses the request.
+        `table` is the id of the table that the client has used so far; empty if the client has had no answer yet. A server with
+        another table refuses the request.
 
         After an error, close the connection. Otherwise a late answer could be taken for the answer to the next request.
 
@@ -149,12 +148,13 @@ def _context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 def _reach(host: str, port: int, scope: CancelScope) -> str:
-    """Find the address of `host` that accepts connections, with a plain socket: ZeroMQ would not say why a connection fails.
+    """Return the address of `host` that accepts connections.
 
     Raises:
         ProtocolError: another program uses this port.
         OSError: no address accepts connections.
     """
+    # A plain socket, because ZeroMQ would not say why a connection fails.
     with socket.create_connection((host, port), max(scope.remaining_s(), 1e-3)) as probe:
         if probe.getsockname() == probe.getpeername():  # connected to itself: the system chose this port for our own end
             raise ConnectionRefusedError("connection refused")

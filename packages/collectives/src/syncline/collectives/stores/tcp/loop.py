@@ -1,4 +1,4 @@
-"""ServerLoop: one thread that serves all clients of a TCP store. No client can block another client."""
+"""`ServerLoop`: one thread that serves all clients of a TCP store. No client can block another client."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ _ASKS_AT = "inproc://zeromq.zap.01"
 
 
 class ServerLoop:
-    """Authenticates clients and answers requests.
-
-    The constructor makes the sockets. Afterwards only the thread that calls `run` uses the sockets.
+    """Authenticates clients and answers requests. Only the thread that calls `run` may use the sockets.
 
     Args:
         endpoint: the address to listen on, in ZeroMQ's format.

@@ -1,4 +1,4 @@
-"""TCPStoreServer: the server of a TCP store, in the process that holds the table."""
+"""`TCPStoreServer`: the server of a TCP store, in the process that holds the table."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ DEFAULT_PROOF_TIMEOUT_S = 10.0
 class TCPStoreServer:
     """Serves a table to every `TCPStore` that has the same secret. The server has its own thread, which runs until `close`.
 
-    The server listens on exactly one address. A client must prove that it has the secret before it can read or write. For a
-    client that has not proved this yet, the server keeps at most about 100 KiB of memory, until `proof_timeout` is over. This
-    client delays no other client.
+    A client must prove that it has the secret before it can read or write. Until then, the server keeps at most about 100 KiB
+    of memory for the client, and drops it after `proof_timeout`.
 
     Args:
-        host: the address to listen on, as a number or a name; not a wildcard such as ``0.0.0.0``.
+        host: the one address to listen on, as a number or a name; not a wildcard such as ``0.0.0.0``.
         port: the port. 0 takes a free port, whose number is then in the attribute `port`.
         secret: at least 16 bytes, known only to the processes of the job; `new_secret` makes one.
         max_message_bytes: the longest message that a client may send; a value must be a little shorter.

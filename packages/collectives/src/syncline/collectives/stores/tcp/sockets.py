@@ -1,4 +1,4 @@
-"""Shared code of both ends of a TCP store: the secret and its keys, the parts of a message, the options of ZeroMQ sockets.
+"""The secret of a TCP store and its keys, the parts of a message, and the options of ZeroMQ sockets.
 
 Note [Keys from a secret]
 -------------------------
@@ -9,7 +9,7 @@ pairs are derived from the secret, so only the secret must be given to all proce
     server's private key = HMAC-SHA256(secret, "... server")      client's private key = HMAC-SHA256(secret, "... client")
 
 * A client without the secret does not know the server's public key, which is never sent. So the server closes the connection.
-  Even a client that knows this public key cannot derive the client's private key. So the server refuses this client.
+  Even a client that knows this public key cannot derive the client's private key, so the server refuses this client.
 * A server without the secret cannot decrypt the client's first message. So the client disconnects before it sends a request.
 * **Guessing:** a program that pretends to be the server can try many secrets on a client's first message. So a secret has a
   minimum length; `new_secret` gives 256 random bits.
@@ -70,7 +70,7 @@ def private_key(secret: bytes, role: str) -> bytes:
 
 
 def require_pyzmq() -> None:
-    """Raise an error if ZeroMQ with CURVE (its encryption) cannot be used.
+    """Check that pyzmq, and ZeroMQ's encryption (CURVE), can be used.
 
     Raises:
         StoreUnavailableError: pyzmq is missing, or was built without CURVE.

@@ -1,4 +1,4 @@
-"""TCPStore: a handle on the table that a `TCPStoreServer` holds."""
+"""`TCPStore`: a handle on the table that a `TCPStoreServer` holds."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ GRACE_S = 5.0
 class TCPStore(ServedStore):
     """A client of a `TCPStoreServer`.
 
-    During a call, each thread has its own connection, so a thread that waits blocks no other thread. The object keeps its
-    connections for later calls. A call costs one round trip. A call that makes a new connection costs six more.
+    Each thread has its own connection during a call, so a thread that waits blocks no other thread. The object keeps its
+    connections for later calls.
 
-    If the connection breaks during a call, the call fails at once. The call is not repeated, because an `add` might count
-    twice. A connection that broke between two calls is replaced. If a new server then answers at this address, the call fails,
-    because the new server has a new table.
+    Cost of a call: one round trip; six more if the call makes a new connection.
+
+    If the connection breaks during a call, the call fails and is not repeated, because an `add` might count twice. A connection
+    that broke between two calls is replaced. If another server then answers at this address, the call fails.
 
     Args:
         host: address or name of the server.

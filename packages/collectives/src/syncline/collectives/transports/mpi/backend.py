@@ -35,8 +35,8 @@ class MPIBackend(Backend):
     def missing(self) -> str | None:
         """Return an error text if this process cannot use MPI; else None. The method loads the MPI library to find out.
 
-        There are three possible reasons: the process is a fork of a rank, mpi4py is missing or finds no MPI library, or the
-        library does not belong to the launcher.
+        The process may be a fork of a rank, mpi4py may be missing or find no MPI library, or the library may not belong to the
+        launcher.
         """
         # A fork shares the parent's connections but not its threads, so MPI in it would hang.
         if _parent_has_mpi or is_fork_of_rank():

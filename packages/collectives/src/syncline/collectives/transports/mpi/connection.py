@@ -155,9 +155,8 @@ def meet(communicator: MPI.Intracomm, connecting: Connecting, version: str = __v
     """Return when all ranks of the communicator have called this function, with the same version of Syncline.
 
     Raises:
-        CollectiveTimeout: some ranks did not come in time. On a listener (see Note [The first meeting]), the message names the
-            missing ranks of the listener's block, or says that all ranks of the block have come. On other ranks, the message
-            names the listeners of the rank's block.
+        CollectiveTimeout: some ranks did not come in time. The message names the missing ranks, or the ranks (listeners) that
+            know them; see Note [The first meeting].
         DisagreementError: the ranks run different versions. All ranks raise this error.
     """
     meeting = next((one for one in _unfinished if one.communicator == communicator), None)
@@ -186,10 +185,8 @@ class _Meeting:
 
     Note [The first meeting]
     ~~~~~~~~~~~~~~~~~~~~~~~~
-    The communicator is the user's: MPI_COMM_WORLD, or the communicator that `init_process_group` got. The user's own messages
-    may be in flight there, and the user's receive from any rank with any tag would match a message of ours. So we use only
-    collectives on this communicator, because no receive matches a collective. These collectives are non-blocking, because a
-    rank may never come::
+    The communicator is the user's. A user's receive from any rank with any tag would match a message of ours. So we use only
+    collectives on this communicator. They are non-blocking, because a rank may never come::
 
         1. each rank sends one byte to the listeners of its block of 64 ranks (Igatherv): bytes that have arrived show who is
            here
@@ -197,15 +194,14 @@ class _Meeting:
         3. each rank tests its requests until all are complete, or the time limit is reached
         4. all ranks compare the versions; messages that another version might not understand are sent only after this
 
-    If the time limit is reached in step 3, the listeners check which bytes have arrived, although the gather is not complete.
-    The requests stay in MPI, because MPI cannot cancel a collective. If a rank calls `meet` again, it goes on with its earlier
-    requests. So the collectives of ranks that come late still match.
+    If the time limit is reached in step 3, the listeners check which bytes have arrived. The requests stay in MPI, because MPI
+    cannot cancel a collective. If a rank calls `meet` again, it goes on with its earlier requests, so the collectives of ranks
+    that come late still match.
 
-    Ranks form blocks, so that no rank needs a connection to all other ranks (over TCP, each connection is an open file). The
-    listeners of a block are its first, middle and last rank: three ranks, because one of them may be the rank that does not
-    come.
+    With blocks, no rank needs a connection to all other ranks (over TCP, each connection is an open file). The listeners of a
+    block are its first, middle and last rank, because a listener may be the rank that does not come.
 
-    Never change this protocol, because ranks with different versions use it to find out that their versions differ.
+    Never change this protocol: ranks with different versions use it to find out that their versions differ.
     """
 
     def __init__(self, communicator: MPI.Intracomm, version: str) -> None:
@@ -225,10 +221,7 @@ class _Meeting:
         self._requests.append(communicator.Iallgather([self._hello, MPI.BYTE], [self._hellos, MPI.BYTE]))
 
     def _say_here(self, block: range, listener: int, size: int) -> MPI.Request:
-        """Start to send a byte from each rank of a block to a listener. All ranks of the communicator call this.
-
-        Ranks outside the block send no bytes.
-        """
+        """Start to send a byte from each rank of a block to a listener. All ranks of the communicator call this method."""
         landing = None
         if listener == self._rank:
             counts = [int(rank in block) for rank in range(size)]

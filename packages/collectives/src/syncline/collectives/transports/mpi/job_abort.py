@@ -1,25 +1,21 @@
 """End the job when a rank fails, but keep the job running when a rank only finishes earlier than the other ranks.
 
-MPI ends a job when all its processes have called MPI_Finalize, which mpi4py calls at the interpreter's exit. If a rank fails
-with an exception, it would wait in MPI_Finalize for ever, while the other ranks wait for this rank in a collective. Three
-guards prevent this:
+At the interpreter's exit, mpi4py calls MPI_Finalize, which waits for all processes. If a rank failed with an exception, it
+would wait there for ever, while the other ranks wait for this rank in a collective. Three guards prevent this:
 
 1. If an exception in the main thread is not caught, the rank prints the exception and its own rank, and aborts the job. (At an
    interactive prompt, the exception ends only the command that was typed.)
 2. If a rank calls `sys.exit` with a status other than 0 while a group is open, the rank aborts the job with this status.
-3. If a rank exits in any other way, the rank waits in a barrier on a separate communicator until all ranks come. If the other
-   ranks do not come at once, the rank tells them that it has left (see `LeaveNotices`). Ranks that wait for this rank then fail
-   with an error that names the call: see Note [Who will not come] in `health.leaving`.
+3. If a rank exits in any other way, it waits in a barrier on a separate communicator until all ranks come. After a moment it
+   tells the other ranks that it has left (see `LeaveNotices`). Ranks that wait for this rank then fail with an error that names
+   the call: see Note [Who will not come] in `health.leaving`.
 
-   If the process of another rank is gone, MPI cannot end the job in order. So the exiting rank does not wait, and aborts the
-   job. If MPI tolerates faults, the rank does not abort the job. Then its process has 15 seconds to end.
+   If the process of another rank is gone, MPI cannot end the job in order. Then the exiting rank aborts the job. If MPI
+   tolerates faults, the rank does not abort the job, and its process has 15 seconds to end.
 
 A program may end MPI itself with `MPI.Finalize()`, and continue. `MPI.Finalize()` first deletes the attributes of
-MPI_COMM_SELF, and this calls a callback of this module. The callback closes Syncline's groups, and the ranks meet as in guard
-3. Afterwards, Syncline's threads must not call MPI, because a call would abort the process. So threads call MPI only inside
-   `while_mpi_runs`. If
-a thread is inside this context, the callback waits for the thread. This wait takes at most one second, because the thread may
-be blocked inside MPI.
+MPI_COMM_SELF, which calls a callback of this module. The callback closes Syncline's groups, and the ranks meet as in guard 3.
+Afterwards, a call of MPI would abort the process. So Syncline's threads call MPI only inside `while_mpi_runs`.
 
 A forked child of a rank is not a rank. Its exceptions, its exit status and its end do not affect the job, and it does not call
 MPI. See Note [Forks] in `forks`.
@@ -65,7 +61,7 @@ _PATIENCE_S = 10.0
 
 
 def abort_on_uncaught() -> None:
-    """Install the first guard: an uncaught exception aborts the job.
+    """Install the first guard of the module: an uncaught exception aborts the job.
 
     This function does not communicate, so call it before any step that may fail.
     """
@@ -104,8 +100,8 @@ def is_interactive() -> bool:
 class ExitBarrier(Inherited):
     """Makes ranks that exit wait for one another. If a rank exits with an error status while a group is open, aborts the job.
 
-    This class implements guards 2 and 3 of the module's docstring. All ranks of the job call the constructor together. Here,
-    "the job" means all ranks of MPI, or the ranks of the communicator that was passed to `init_process_group`.
+    All ranks of the job call the constructor together. "The job" means all ranks of MPI, or the ranks of the communicator that
+    was passed to `init_process_group`.
 
     Args:
         job: a communicator of all ranks of the job.
@@ -113,8 +109,7 @@ class ExitBarrier(Inherited):
     Attributes:
         leavers: knows which ranks have left, and which collectives this rank has started.
         liveness: finds out which ranks are lost, because their process is gone.
-        period_s: the monitor calls `look` after each period, in seconds. The monitor does this even while the rank computes, so
-            that the rank receives notices and passes them on.
+        period_s: the seconds between two calls of `look` by the monitor, also while the rank computes.
         may_block: True, because `look` calls MPI.
     """
 
@@ -140,10 +135,8 @@ class ExitBarrier(Inherited):
 
     @override
     def in_fork(self) -> None:
-        """Remove the guards in a forked child.
-
-        Also remove mpi4py's exit handler. This handler ends MPI, and would never return in a child.
-        """
+        """Remove the guards, and mpi4py's exit handler, in a forked child."""
+        # `_end_without_mpi` skips mpi4py's exit handler, which ends MPI, and would never return in a child.
         atexit.unregister(self._on_exit)
         atexit.register(_end_without_mpi)
 
@@ -213,7 +206,7 @@ class ExitBarrier(Inherited):
         self._communicator.Free()
 
     def _have_left(self, everybody_left: MPI.Request, notice_s: float) -> bool:
-        """Whether all ranks have come to the barrier. If not, and this rank has no call in flight, send its notice once."""
+        """Whether all ranks have come to the barrier. If not, tell the other ranks once that this rank has left."""
         if everybody_left.Test():
             return True
         # The notice says how many calls this rank has started. So wait until the queue has started and finished all its calls.
@@ -240,8 +233,7 @@ _made: list[ExitBarrier] = []
 def _end_without_mpi() -> None:
     """End this process as Python does, but without the C functions that libraries such as mpi4py run at the very end.
 
-    Forked children of a rank register this function with `atexit`. Python calls it after the `atexit` functions that were
-    registered later than this function.
+    Forked children of a rank register this function with `atexit`.
     """
     atexit.unregister(_end_without_mpi)
     atexit._run_exitfuncs()

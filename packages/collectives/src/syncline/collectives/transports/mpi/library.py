@@ -77,7 +77,7 @@ _LONGEST_CALL_S = 1.0
 def while_mpi_runs() -> Iterator[bool]:
     """Return a context manager for threads that call MPI now and then.
 
-    `with while_mpi_runs() as runs`: the thread may call MPI only if `runs` is True. `runs` is False if MPI is ending or has
+    Use `with while_mpi_runs() as runs`. The thread may call MPI only if `runs` is True. `runs` is False if MPI is ending or has
     ended.
     """
     with _calling:
@@ -85,13 +85,13 @@ def while_mpi_runs() -> Iterator[bool]:
 
 
 def no_more_mpi() -> None:
-    """Tell other threads that MPI ends: from now on, `while_mpi_runs` gives False. Call this function before MPI ends.
+    """Make `while_mpi_runs` give False from now on. Call this function before MPI ends.
 
-    If another thread is inside `while_mpi_runs`, this function waits for the thread. The wait takes at most one second, because
-    the thread may be blocked inside MPI.
+    If another thread is inside `while_mpi_runs`, this function waits for the thread, for at most one second.
     """
     global _is_over
     _is_over = True
+    # Do not wait longer: the other thread may be blocked inside MPI.
     if _calling.acquire(timeout=_LONGEST_CALL_S):
         _calling.release()
 
@@ -114,24 +114,22 @@ def wait(
 ) -> None:
     """Block until an MPI request is complete.
 
-    The thread first tests the request a few times without a pause. Then the thread rests between tests, because it may share
-    its core with the backward pass. Measured on 2 cores (MPICH 5.0, 4 ranks, all_reduce of 4 bytes): spinning 6,700 us,
-    `time.sleep(0)` 340 us, yielding 40 us, MPI's own blocking call 36 us.
+    After a few tests of the request, the thread yields its core or sleeps between two tests (see `Patience`).
 
     Args:
         request: the request.
         scope: has a time limit, and can be cancelled. The wait ends when the scope ends.
         status: an MPI status, which this function fills in.
         longest_nap_s: see `Patience`.
-        naps_at_once: sleep from the first rest on. If other threads compute on the core, a sleeping thread gets the core back
-            sooner than a yielding thread, and leaves more time to the other threads. Set this only for a single message over a
-            network. For a collective, sleeping is slow: an MPI library makes progress only when it is called, and a collective
-            takes many steps.
+        naps_at_once: sleep from the first rest on. This leaves more time to other threads of the core. Set it only for a single
+            message over a network: a collective takes many steps, and each sleep would delay a step.
 
     Raises:
         TimeoutError: the time limit was reached. The request stays active, because MPI cannot cancel a collective.
         BaseException: the scope was cancelled with this error. The request stays active.
     """
+    # The thread does not only spin, because it may share its core with the backward pass. Measured on 2 cores (MPICH 5.0, 4
+    # ranks, all_reduce of 4 bytes): spinning 6,700 us, `time.sleep(0)` 340 us, yielding 40 us, MPI's blocking call 36 us.
     for _ in range(_TESTS_BEFORE_NAPPING if naps_at_once else _TESTS_BEFORE_YIELDING):
         if request.Test(status):
             return
@@ -146,8 +144,7 @@ class MPIRequest(Request):
 
     The tensor stays alive until MPI has finished, even if this object is dropped earlier.
 
-    If a wait for a receive ends early, the receive is not cancelled. The reason: its message may be in flight already, and
-    would then go to the next receive.
+    A receive is never cancelled, even if a wait for it ends early: its message may be in flight already.
     """
 
     _abandoned: ClassVar[deque[tuple[MPI.Request, torch.Tensor]]] = deque()
@@ -181,7 +178,7 @@ class MPIRequest(Request):
 
     @classmethod
     def free_abandoned(cls) -> None:
-        """Release tensors of requests that are complete now, but were dropped before they were complete."""
+        """Release the tensors of requests that were dropped before they were complete, and are complete now."""
         for _ in range(len(cls._abandoned)):
             try:
                 entry = cls._abandoned.popleft()
@@ -214,7 +211,7 @@ class MPIRequest(Request):
 
 
 def is_fault_tolerant() -> bool:
-    """Whether the launcher started this job with the option that lets other ranks survive the loss of a rank."""
+    """Whether the launcher started this job with an option that lets other ranks survive the loss of a rank."""
     return MPI.get_vendor()[0] == "Open MPI" and tolerates_faults()
 
 
@@ -232,10 +229,7 @@ def missing_for_shrink() -> str | None:
 
 
 def failed_ranks(communicator: MPI.Comm) -> list[int]:
-    """Return the failed ranks of a communicator, as far as MPI knows them in this process.
-
-    This function does not communicate or block.
-    """
+    """Return the failed ranks of a communicator that MPI knows in this process. The call neither communicates nor blocks."""
     if not is_fault_tolerant() or MPI.Is_finalized():
         return []
     try:
@@ -267,7 +261,7 @@ def revoke(communicators: Iterable[MPI.Comm | None]) -> None:
 def revoked_on_failure(*communicators: MPI.Comm) -> Iterator[None]:
     """Return a context manager that revokes the communicators if its body fails.
 
-    Otherwise other ranks could wait for this rank on these communicators for ever.
+    Otherwise other ranks could wait for this rank for ever.
     """
     try:
         yield
@@ -319,8 +313,8 @@ _SMALL_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16})
 def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
     """Return the MPI type and the MPI reduction for `op`. Return None if MPI's result would differ from `op`.
 
-    For AVG and PREMUL_SUM the reduction is a SUM. The caller divides the result of AVG, and multiplies the terms of PREMUL_SUM
-    before the reduction. The function returns None for:
+    AVG and PREMUL_SUM give a SUM. The caller must divide the result of AVG, and multiply the terms of PREMUL_SUM before the
+    reduction. The result is None for:
 
     - dtypes that are not in `REDUCIBLE`;
     - MIN and MAX of floats, because MPI's result for not-a-number depends on the rank;
@@ -337,7 +331,7 @@ def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.
 def memory(tensor: torch.Tensor) -> MPI.buffer:
     """Return the memory of a contiguous tensor as a buffer for MPI. The caller must keep the tensor alive.
 
-    MPI does not use CUDA streams. So for a CUDA tensor, this function blocks until the current stream has finished.
+    For a CUDA tensor, this function blocks until the current stream has finished, because MPI does not use CUDA streams.
     """
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
@@ -345,13 +339,12 @@ def memory(tensor: torch.Tensor) -> MPI.buffer:
 
 
 def message(tensor: torch.Tensor, unit_bytes: int) -> tuple[Any, ...]:
-    """Describe a contiguous tensor as one message of bytes. The tensor may have more bytes than a C int can count.
+    """Describe a contiguous tensor as one message of bytes for MPI. The tensor may have more bytes than a C int can count.
 
     Args:
         tensor: the tensor. The caller must keep the tensor alive until the message has been sent or received.
-        unit_bytes: if the tensor has more bytes than this, the message is one element of an MPI type. This type consists of
-            units with `unit_bytes` bytes. MPI does not send the type, so the other rank may describe the same bytes as
-            `MPI.BYTE`.
+        unit_bytes: a larger tensor becomes one element of an MPI type, which consists of units with `unit_bytes` bytes. The
+            other rank may describe the same bytes as `MPI.BYTE`.
     """
     if tensor.nbytes <= unit_bytes:
         return memory(tensor), MPI.BYTE

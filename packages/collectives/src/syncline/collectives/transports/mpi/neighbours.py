@@ -1,10 +1,10 @@
-"""Messages between neighbours, for three cases: after a time-out, if a call takes long, and if a rank leaves the job.
+"""Messages between neighbours: after a time-out, if a call takes long, and if a rank leaves the job.
 
 Note [Neighbours]
 ~~~~~~~~~~~~~~~~~
-If each of N ranks sent a message to every other rank, there would be N^2 messages in a moment when something is wrong already.
-Also, a send to a rank without a connection may never return. MPICH over TCP connects two processes at the first send, and waits
-inside the send until the other process also calls MPI. A rank that is missing may never call MPI.
+If each of N ranks sent a message to every other rank, there would be N^2 messages. Also, a send to a rank without a connection
+may never return: MPICH over TCP connects two processes at the first send, and waits inside the send until the other process
+also calls MPI.
 
 So rank r sends messages only to its neighbours: the ranks r - 1, r - 2, r - 4, ... and r + 1, r + 2, r + 4, ... (modulo N).
 Neighbours are connected when the group is made. All other ranks are at most log2 N steps away. A rank passes all news on to its
@@ -12,9 +12,8 @@ neighbours::
 
       message of this rank --> its 2 log2 N neighbours --> their neighbours --> ...      a rank sends again when it hears news
 
-Some ranks may be silent, because they are stopped or gone. The other ranks still hear of one another if they are connected
-through neighbours that are not silent. If they are not connected in this way (ranks 0 and 3 of 8, and all other ranks are
-silent), they do not hear of one another.
+Some ranks may be silent, because they are stopped or gone. Two ranks still hear of one another if neighbours that are not
+silent connect them.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _LONGEST_BYTES = 4096
 
 
 def neighbours(rank: int, size: int) -> list[int]:
-    """Return the neighbours of a rank in ascending order: see Note [Neighbours]. The relation is symmetric."""
+    """Return the neighbours of a rank in ascending order: see Note [Neighbours]. Each rank is a neighbour of its neighbours."""
     return sorted({peer for partners in rounds(rank, size) for peer in partners})
 
 
@@ -62,14 +61,13 @@ def connect_neighbours(communicator: MPI.Intracomm) -> list[int]:
 
 
 class TimeoutReport:
-    """After a time-out, exchanges the calls in which the ranks wait. All ranks call the constructor together.
+    """Finds out, after a time-out, in which calls the ranks wait. All ranks call the constructor together.
 
-    Ranks that wait for the same missing rank reach their time limits at about the same time. So a rank that sends nothing is
-    probably the missing rank. Each rank sends its own call, and all calls of other ranks that it knows, to its neighbours (see
-    Note [Neighbours]). Each rank listens for 1.5 seconds, or until it knows the calls of all ranks.
+    A rank sends its own call, and the calls of other ranks that it knows, to its neighbours (see Note [Neighbours]). A rank
+    that sends nothing is probably the missing rank, because the others reach their time limits at about the same time.
 
-    Cost: with N ranks, each rank sends a message to at most 2 log2 N neighbours. If the rank gets news, it sends again every
-    0.1 seconds, about log2 N times. Ranks that wait in the same call share one entry of a message.
+    Cost: with N ranks, a rank sends a message to at most 2 log2 N neighbours. If the rank gets news, it sends again every 0.1
+    seconds, about log2 N times. Ranks that wait in the same call share one entry of a message.
 
     Args:
         communicator: a private communicator. Only this object may use the tag `STATEMENTS` on this communicator.
@@ -85,7 +83,10 @@ class TimeoutReport:
         self._coming: list[tuple[MPI.Request, bytearray]] = []
 
     def collect(self, signature: str) -> str:
-        """Tell the other ranks the call in which this rank waits. Return a text with the calls of the other ranks."""
+        """Tell the other ranks the call in which this rank waits. Return a text with the calls of the other ranks.
+
+        This method listens for 1.5 seconds, or until it knows the calls of all ranks.
+        """
         said = Statements()
         said.add(signature.encode()[:_LONGEST_BYTES].decode(errors="replace"), [self._rank])
         self._exchange(said)
@@ -115,15 +116,13 @@ class TimeoutReport:
                 self._sent.append((request, message))
 
     def _receive(self, said: Statements) -> bool:
-        """Add the messages that have arrived to `said`, and return whether there was one.
-
-        Never wait for the rest of a long message, which may not come.
-        """
+        """Add the messages that have arrived to `said`, and return whether there was one."""
         status = MPI.Status()
         # Improbe takes the message out of MPI's queue, so no other thread can receive it meanwhile.
         while (found := self._communicator.Improbe(MPI.ANY_SOURCE, Tag.STATEMENTS, status)) is not None:
             message = bytearray(status.Get_count(MPI.BYTE))
             self._coming.append((found.Irecv([message, MPI.BYTE]), message))
+        # Do not wait for the rest of a long message: it may never come.
         here = [entry for entry in self._coming if entry[0].Test()]
         self._coming = [entry for entry in self._coming if entry not in here]
         for _, message in here:
@@ -148,12 +147,12 @@ class TimeoutReport:
 class MPIStatusPost(StatusPost):
     """Sends a rank's status line (the call in which it waits) to rank 0, from neighbour to neighbour, by up to two routes.
 
-    See Note [Neighbours]. For example, rank 13 = 8 + 4 + 1 sends to rank 12 (13 without its lowest bit) and to rank 5 (13
-    without its highest bit). So a line reaches rank 0 even if one rank on a route is stopped. No send blocks, because a line
-    has at most 4 KB, and MPI buffers messages of this size.
+    For example, rank 13 = 8 + 4 + 1 sends to rank 12 (13 without its lowest bit) and to rank 5 (13 without its highest bit). So
+    a line reaches rank 0 even if one rank on a route is stopped. A line has at most 4 KB, so that no send blocks.
 
     Args:
-        communicator: a communicator with connected neighbours. Only this object may use the tag `STATUS` on this communicator.
+        communicator: a communicator with connected neighbours; see Note [Neighbours]. Only this object may use the tag `STATUS`
+            on this communicator.
     """
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
@@ -211,12 +210,11 @@ def towards_zero(rank: int) -> list[int]:
 class LeaveNotices:
     """Tells the neighbours that this rank has left, and which other ranks have left. See Note [Neighbours].
 
-    `receive` receives notices of other ranks, and passes these notices on. A rank calls `receive` often while it waits for
-    other ranks (in a call or at the end of the job), and now and then while it computes (see `ExitBarrier`). Any thread may
-    call the methods. All ranks call the constructor together.
+    All ranks call the constructor together. Any thread may call the methods. A rank must call `receive` often while it waits
+    for other ranks, and now and then while it computes, because `receive` also passes notices on.
 
-    Cost: with N ranks, a rank that has news sends at most 2 log2 N messages. If the rank gets more news, it waits 0.2 seconds
-    before it sends again. Ranks that have started the same calls share one entry of a message.
+    Cost: with N ranks, a rank that has news sends at most 2 log2 N messages. It sends again after 0.2 seconds if it gets more
+    news. Ranks that have started the same calls share one entry of a message.
 
     Args:
         communicator: a communicator of all processes of the job. Only this object may use the tag `LEAVING` on this

@@ -33,18 +33,16 @@ class MPIReconnector(Reconnector):
         4. MPI_Comm_agree tells all survivors whether every survivor has connected; if not, repeat from step 1 with the
            communicator of step 2; after `MOST_ATTEMPTS` times with the same members, all survivors give up
 
-    All four steps run in this order on a separate thread (`DetachedCall`), because the program cannot end a call of MPI. The
-    thread that calls `shrink` waits for the separate thread, at most for `silence_timeout_s`. A second call of `shrink` waits
-    for the same separate thread. If this thread has failed, the next call of `shrink` starts a new thread. The new thread
-    begins with the communicator of the last step 2, because a rank never shrinks a communicator twice.
+    The steps run on a separate thread, because the program cannot end a call of MPI. A call of `shrink` waits for this thread,
+    for at most `silence_timeout_s`. After a time-out, the next call of `shrink` waits for the same thread. After a failure, the
+    next call starts a new thread with the communicator of the last step 2, because a rank never shrinks a communicator twice.
 
-    If a rank lives but does not call `shrink`, MPI does not treat this rank as lost, so step 2 does not end. Then `shrink`
-    raises `CollectiveTimeout`, and may be called again.
+    If a rank lives but does not call `shrink`, step 2 does not end. Then `shrink` raises `CollectiveTimeout`, and may be called
+    again.
 
     Args:
         communicator: a communicator of all ranks that the group has at the start. Only this object may use the communicator.
-        connect: makes the transport. The function takes a communicator, and the rank in the job of each member of this
-            communicator. All members call `connect`.
+        connect: makes the transport from a communicator and the ranks of its members in the job. All members call `connect`.
         leavers: knows which ranks of the job have left, and counts the collectives that this rank has started.
         name: the group's name.
     """

@@ -1,4 +1,4 @@
-"""All-reduce of large tensors in a ring, for ranks that are alone on their nodes. Communication and reduction overlap."""
+"""All-reduce of large tensors in a ring, for ranks that are alone on their nodes."""
 
 from __future__ import annotations
 
@@ -31,25 +31,22 @@ DTYPES = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 class RingAllReduce:
     """Reduces in a ring, piece by piece, as in Patarasu and Yuan, "Bandwidth Optimal All-reduce Algorithms", 2009.
 
-    The tensor is divided into one part for each rank, and each part into pieces. In the first p - 1 steps, each rank adds its
-    own terms to a part and sends this part to the next rank. After these steps, every rank has one part of the result. In p - 1
-    more steps, the results go around the ring. A rank sends a piece as soon as the piece is ready. So the steps overlap, and
-    only the first piece of each step waits for the network's latency.
+    The tensor is divided into one part for each rank, and each part into pieces. In p - 1 steps, each rank adds its own terms
+    to a part and sends this part to the next rank. Then every rank has one part of the result. In p - 1 more steps, the results
+    go around the ring. A rank sends a piece as soon as the piece is ready, so the steps overlap.
 
-    Each wait is for a single message. A wait ends when the call's cancel scope (its time limit) ends. The same inputs give the
-    same bits in every run and on every rank, because the ranks add their terms to a part in a fixed order.
+    The same inputs give the same bits in every run and on every rank, because the order of the additions is fixed.
 
     Cost, for n bytes and p ranks: each rank sends 2 n (p-1)/p bytes in 2 (p - 1) steps. Extra memory: 2 MiB, and in Open MPI up
     to n/p bytes on a rank that is slower than its network.
 
-    MPI's own all-reduce is slower: over TCP, MPICH sends a whole part and then reduces the whole part, so the network and the
-    processor wait for each other. For 25 MiB between two hosts with 1 Gbit/s, MPICH took 1.5 to 1.8 times as long as this ring
+    MPI's own all-reduce is slower. For 25 MiB between two hosts with 1 Gbit/s, MPICH took 1.5 to 1.8 times as long as this ring
     (see docs/figures.md, "Between hosts").
 
     Args:
         communicator: a communicator. Only this object may use the tag `Tag.RING` on this communicator.
         sync: the `MessageSync` of this communicator, which waits for each message.
-        piece_bytes: the size of the largest piece; the same on all ranks. See `largest_piece_bytes`.
+        piece_bytes: the size of the largest piece; equal on all ranks. See `largest_piece_bytes`.
     """
 
     def __init__(self, communicator: MPI.Intracomm, sync: MessageSync, piece_bytes: int) -> None:
@@ -65,9 +62,9 @@ class RingAllReduce:
 
         Args:
             tensor: flat, in host memory, of one of `DTYPES`, with at least as many elements as there are ranks.
-            op: a reduction that `core_op` returns. So AVG and PREMUL_SUM are not possible.
-            call: the call of this reduction.
-            divisor: the result is divided by this number. Each rank divides its part of the result, piece by piece.
+            op: the reduction; not AVG or PREMUL_SUM.
+            call: the call of this reduction. The call's cancel scope ends each wait.
+            divisor: the result is divided by this number.
         """
         count = pieces_of_part(tensor.nbytes // self._size, self._piece_bytes)
         parts = [part.tensor_split(count) for part in tensor.tensor_split(self._size)]
@@ -134,12 +131,11 @@ def pieces_of_part(nbytes: int, piece_bytes: int) -> int:
 
 
 def largest_piece_bytes(library: str = MPI.get_vendor()[0], environ: Mapping[str, str] = os.environ) -> int:
-    """Return the size in bytes of the largest piece that this rank would send.
+    """Return the size in bytes of the largest piece that this rank would send in a ring.
 
-    Over TCP, Open MPI sends a message at once if the message is not larger than Open MPI's eager limit. Open MPI sends a larger
-    message only when the receiver asks for the message. This request waits behind the receiver's own data, so data moves in
-    only one direction at a time. So pieces are not larger than the eager limit. The user can set this limit for mpirun or in
-    the environment. Open MPI assumes that the limit is the same on all ranks.
+    Over TCP, Open MPI sends a larger message than its eager limit only when the receiver asks for the message. Then data moves
+    in only one direction at a time. So pieces are not larger than the eager limit, which the user can set for mpirun or in the
+    environment.
     """
     # Open MPI takes other notations, too. This function does not read them, and assumes Open MPI's default.
     given = environ.get(TCP_EAGER_LIMIT, "")

@@ -36,8 +36,8 @@ class Sync(ABC):
 
         Args:
             call: this rank's call. The ranks compare `Call.digest`.
-            place: the place of this rank's tensor in shared memory, as a number (see `Windows.key_of`). `NOWHERE` if the tensor
-                is not in shared memory. The ranks also compare their places.
+            place: the place of this rank's tensor in shared memory, from `Windows.key_of`. `NOWHERE` if the tensor is not in
+                shared memory.
 
         Returns:
             True if all ranks passed the same place, and the place is not `NOWHERE`. Else False.
@@ -50,14 +50,16 @@ class Sync(ABC):
 
     @abstractmethod
     def wait(self, call: Call) -> None:
-        """Return when all ranks have come. The ranks do not compare their calls.
+        """Return when all ranks have come, without a comparison of calls.
 
-        This method raises `TimeoutError` and `TransportError`, as `compare` does.
+        Raises:
+            TimeoutError: as in `compare`.
+            TransportError: as in `compare`.
         """
 
 
 class MessageSync(Sync):
-    """Lets the ranks wait for one another by MPI collectives. This class can also wait for any non-blocking MPI operation.
+    """Lets the ranks wait for one another by MPI collectives.
 
     Args:
         communicator: a communicator. Only this object may start collectives on this communicator.
@@ -71,11 +73,9 @@ class MessageSync(Sync):
         self._given_up: list[object] = []
 
     def compare(self, call: Call, place: int = NOWHERE) -> bool:
-        """As `Sync.compare`. One reduction (MAX) compares the calls.
-
-        The reduction contains each number and its negative. So the result has the largest and the smallest number. If both are
-        equal, all numbers are equal.
-        """
+        """As `Sync.compare`, by one MPI reduction (MAX)."""
+        # The reduction contains each number and its negative, so the result has the largest and the smallest number. If both
+        # are equal, all numbers are equal.
         digest, numbers = call.digest(), self._numbers
         numbers[0], numbers[1], numbers[2], numbers[3] = digest, -digest, place, -place
         spec = (numbers, MPI.INT64_T)
@@ -106,7 +106,7 @@ class MessageSync(Sync):
         longest_nap_s: float = ARRIVAL_NAP_S,
         naps_at_once: bool = False,
     ) -> None:
-        """Start an operation and wait for it, as `library.wait` does.
+        """Start any non-blocking MPI operation and wait for it, as `library.wait` does.
 
         Raises:
             TimeoutError: the time limit was reached. The text says in which calls the other ranks wait.
@@ -131,10 +131,7 @@ class MessageSync(Sync):
         self._given_up.append(objects)
 
     def timeout(self, call: Call) -> TimeoutError:
-        """Return a `TimeoutError` that says in which calls the other ranks wait.
-
-        This method takes one or two seconds, because the ranks exchange messages.
-        """
+        """Return a `TimeoutError` that says in which calls the other ranks wait. This takes one or two seconds."""
         with mpi_errors():
             return TimeoutError(self._report.collect(call.words))
 
@@ -142,8 +139,7 @@ class MessageSync(Sync):
 def all_gather_objects(communicator: MPI.Intracomm, mine: _T, run: Run) -> list[_T]:
     """Gather an object from each rank of a communicator, without blocking inside MPI.
 
-    mpi4py's own `allgather` blocks without a time limit. With some MPI libraries, `allgather` also blocks the other threads of
-    the process. Then two ranks that call `allgather` on two groups in different orders wait for ever.
+    mpi4py's own `allgather` has no time limit. With some MPI libraries, it also blocks the other threads of the process.
     """
     packed = MPI.pickle.dumps(mine)
     sizes = array("q", [0]) * communicator.Get_size()

@@ -50,27 +50,24 @@ _TAGS = 32_767  # MPI guarantees at least this many
 
 
 class MPITransport(LibraryTransport):
-    """Carries out collectives with MPI, mostly in the non-blocking form, so that a time limit can end the wait.
+    """Carries out collectives with MPI.
 
-    For the blocking form, see Note [Presync]. MPI itself does most collectives and reductions. This class does these reductions
-    without MPI's reductions:
+    MPI itself does most collectives and reductions. Without MPI's reductions, this class does:
 
     - float16 and bfloat16, because MPI has no portable type for them;
     - sums of small integers, and MIN and MAX of floats (see `mpi_reduction`);
     - each `reduce_scatter`;
     - all reductions, if `reproducible` is True.
 
-    In these reductions, each rank owns a slice of the tensor. An all-to-all of bytes moves all terms of a slice to its owner,
-    and the owner reduces these terms in rank order. Then a `reduce_scatter` is complete. An `all_reduce` also needs an
-    all-gather, and a `reduce` also needs a gather.
+    For these reductions, each rank owns a slice of the tensor. An all-to-all moves all terms of a slice to its owner. The owner
+    reduces the terms in rank order. Then an `all_reduce` needs an all-gather, and a `reduce` needs a gather.
 
-    Cost of an `all_reduce` with slices, for n bytes and p ranks: 2 n (p-1)/p bytes on the wire from each rank, as in a ring,
-    and 2 n bytes of extra memory.
+    Cost of an `all_reduce` with slices, for n bytes and p ranks: each rank sends 2 n (p-1)/p bytes, as in a ring, and needs 2 n
+    bytes of extra memory.
 
     Args:
         communicator: a communicator. Only this transport may use the communicator.
-        reproducible: whether to reduce in rank order. Then the same inputs give the same bits in every run, because the result
-            does not depend on the algorithms of the MPI library.
+        reproducible: whether to reduce in rank order. Then the same inputs give the same bits in every run.
         report: after a time-out, finds out in which calls the other ranks wait. None: make a new report for this communicator.
         on_device: whether tensors are in a device's memory. If True, the MPI library must support this memory.
     """
@@ -111,8 +108,8 @@ class MPITransport(LibraryTransport):
         """Reduce large tensors in a ring from now on. Call this method only if each rank is alone on its node.
 
         Args:
-            ring_bytes: use the ring if a tensor has at least this many bytes for each rank. The value is the same on all ranks.
-            piece_bytes: the size of the largest piece that a rank sends in the ring. The value is the same on all ranks.
+            ring_bytes: use the ring if a tensor has at least this many bytes for each rank; equal on all ranks.
+            piece_bytes: the size of the largest piece that a rank sends in the ring; equal on all ranks.
         """
         # A group of one rank needs no ring. The ring reduces on the host, so it cannot take the memory of a device.
         if self._size > 1 and not self._on_device:
@@ -130,7 +127,7 @@ class MPITransport(LibraryTransport):
     # ---- reductions. For a large call, all ranks have come already: see Note [Presync] ----
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Reduce with MPI's own reduction or in a ring. Otherwise move bytes with MPI, and reduce in this process."""
+        """Reduce with MPI or in a ring. If MPI cannot do this reduction, move bytes with MPI and reduce here."""
         native = self._native(tensor.dtype, op)
         # If MPI cannot reduce this dtype, or must not choose the order, this process reduces.
         if native is None:
@@ -148,22 +145,21 @@ class MPITransport(LibraryTransport):
         self._scale_after(tensor, op)
 
     def all_reduce_widened(self, wide: torch.Tensor, op: ReduceOp, divisor: int, tensor: torch.Tensor, call: Call) -> None:
-        """All-reduce a tensor of a wider dtype. The result is divided and rounded once, and has a narrower dtype.
+        """All-reduce a tensor of a wider dtype. The result is divided, and rounded once to the narrower dtype of `tensor`.
 
-        Cost, for n elements and p ranks: each rank sends n (p-1)/p wide elements and n (p-1)/p narrow elements. `all_reduce` of
-        the wide tensor would send 2 n (p-1)/p wide elements.
+        Cost, for n elements and p ranks: each rank sends n (p-1)/p wide elements and n (p-1)/p narrow elements.
 
         Args:
             wide: this rank's terms, at most 1 GiB.
-            op: a reduction that `core_op` returns. So AVG and PREMUL_SUM are not possible.
+            op: the reduction; not AVG or PREMUL_SUM.
             divisor: the result is divided by this number.
-            tensor: gets the result. A tensor of the narrower dtype with as many elements as `wide`.
+            tensor: gets the result. It has as many elements as `wide`.
             call: the call of this reduction.
         """
         self._hand_out(self._reduced_slice(wide, op, call).div_(divisor), tensor, call)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Call) -> None:
-        """Reduce with MPI's own reduction. Otherwise move bytes with MPI, and reduce in this process."""
+        """Reduce with MPI. If MPI cannot do this reduction, move bytes with MPI and reduce in this process."""
         native = self._native(tensor.dtype, op)
         if native is None:
             for piece in _pieces(tensor):
@@ -202,7 +198,7 @@ class MPITransport(LibraryTransport):
             self._collective("Bcast", (spec, root), piece.nbytes, call)
 
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Call) -> None:
-        """All-gather the tensors as bytes. If the tensor is already this rank's part of the block, this needs no copy."""
+        """All-gather the tensors as bytes. No copy is needed if the tensor is already this rank's part of the block."""
         if tensor.dtype not in REDUCIBLE:  # torch cannot copy some of the other dtypes, so copy bytes
             block, tensor = bytes_of(block), bytes_of(tensor)
         part = block.view(self._size, tensor.numel())[self._rank]
@@ -248,11 +244,8 @@ class MPITransport(LibraryTransport):
         input_counts: Sequence[int],
         call: Call,
     ) -> None:
-        """Send one message from each rank to each rank, as bytes.
-
-        This method cannot use MPI's own all-to-all: all ranks would have to know whether any size exceeds a C int, but no rank
-        knows all sizes.
-        """
+        """Send one message from each rank to each rank, as bytes."""
+        # Not MPI's own all-to-all: no rank knows whether the size of another pair of ranks exceeds a C int.
         requests = []
         with mpi_errors():
             for peer, part in enumerate(torch.split(output, list(output_counts))):
@@ -305,11 +298,11 @@ class MPITransport(LibraryTransport):
         return failed_ranks(self._communicator)
 
     def interrupt(self) -> None:
-        """With ULFM, revoke the communicators: all operations on these communicators end with an error, on all ranks."""
+        """With ULFM, revoke the communicators: all operations on them end with an error, on all ranks. Otherwise do nothing."""
         revoke((self._communicator, self._private))
 
     def abort(self) -> None:
-        """Do nothing. MPI can wake the other ranks only if it ends the job, and only the program may do this."""
+        """Do nothing. MPI can wake the other ranks only by ending the job, and only the program may do that."""
 
     def _communicator_of(self, members: Sequence[int], number: int) -> MPI.Intracomm:
         with mpi_errors():
@@ -358,7 +351,7 @@ class MPITransport(LibraryTransport):
         return [piece.nbytes for piece in tensor.tensor_split(self._size)]
 
     def _all_to_all_here(self, terms: torch.Tensor, tensor: torch.Tensor, sent: list[int], received: int, call: Call) -> None:
-        """Exchange bytes by MPI's Alltoallv: at most 1 GiB in total. Every rank knows the sizes of all parts."""
+        """Exchange at most 1 GiB in total by MPI's Alltoallv. Every rank knows the sizes of all parts."""
         there = (memory(tensor), (sent, _starts(sent)), MPI.BYTE)
         here = (memory(terms), ([received] * self._size, [received * r for r in range(self._size)]), MPI.BYTE)
         self._collective("Alltoallv", (there, here), tensor.nbytes, call)
@@ -382,16 +375,16 @@ class MPITransport(LibraryTransport):
         Note [Presync]
         ~~~~~~~~~~~~~~
         MPI's collectives have a blocking and a non-blocking form. A thread cannot leave a blocking call, so a time limit needs
-        the non-blocking form. But in Open MPI the non-blocking form uses a slower algorithm: with version 5.0, two ranks of a
-        node take 1,000 us instead of 160 us to all-reduce 1 MiB, and 7,900 us instead of 690 us for 4 MiB. So with Open MPI we
-        use the blocking form for a large collective, but only after all ranks have come for the same call. Then the call ends
-        as soon as the data has moved. If a rank dies or stops during this time, no rank returns from the call. Then the monitor
-        ends the process, and the launcher ends the job. A job that must survive the loss of a rank (ULFM) uses the non-blocking
-        form.
+        the non-blocking form. But in Open MPI the non-blocking form is slower. With version 5.0, two ranks of a node all-reduce
+        1 MiB in 1,000 us instead of 160 us, and 4 MiB in 7,900 us instead of 690 us.
 
-        MPICH and Intel MPI use one algorithm for both forms. While one thread blocks inside these libraries, no other thread of
-        the process can communicate. If two groups communicated at the same time, in a different order on each rank, the ranks
-        would wait for ever. So with MPICH and Intel MPI we use the non-blocking form.
+        So with Open MPI we use the blocking form for a large collective, but only after all ranks have come for the same call.
+        If a rank dies or stops while the data moves, no rank returns from the call. Then the monitor ends the process, and the
+        launcher ends the job. A job that must survive the loss of a rank (ULFM) uses the non-blocking form.
+
+        With MPICH and Intel MPI we use the non-blocking form. Both forms are equally fast there. But while one thread blocks
+        inside these libraries, no other thread of the process can communicate. Two groups that communicate in a different order
+        on each rank would then wait for ever.
 
         For CUDA memory, we use the blocking form, because Open MPI crashes in the non-blocking form.
         """
@@ -416,7 +409,7 @@ class MPITransport(LibraryTransport):
 
 
 class MPIPlan(LibraryPlan):
-    """Runs the transport's collective. Before a large collective, the ranks wait for one another: see Note [Presync].
+    """Runs a collective of an `MPITransport`. Before a large collective, the ranks wait for one another: see Note [Presync].
 
     Args:
         transport: the transport.
@@ -431,7 +424,7 @@ class MPIPlan(LibraryPlan):
 
     @property
     def algorithm(self) -> str:
-        """Either "ring", or "MPI" if the library chooses the algorithm."""
+        """The name "ring", or "MPI" if the MPI library chooses the algorithm."""
         return "ring" if self._mpi.takes_ring(self._signature) else "MPI"
 
     def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:

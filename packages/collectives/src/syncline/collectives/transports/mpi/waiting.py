@@ -39,15 +39,13 @@ class Patience:
     Note [How long to spin]
     ~~~~~~~~~~~~~~~~~~~~~~~
     [1] For some seconds (see `spin_for`), the thread yields between checks. If each rank has a core, the yield returns at once,
-        and the thread sees the end of the wait within microseconds. But the thread keeps its core busy. Most waits of a
-        training step end in this phase.
+        and the thread sees the end of the wait within microseconds. But the thread keeps its core busy.
     [2] Then the thread sleeps between checks. Each sleep takes a hundredth of the time that the thread has waited so far, but
-        at least 50 us. (The system turns 50 us into 100 us.) So a sleep makes a wait at most 1 % longer, except at the start of
-        this phase. A rank that waits for seconds uses a hundredth of its core.
+        at least 50 us. So a rank that waits for seconds uses about a hundredth of its core.
 
     Args:
         longest_nap_s: the longest sleep, in seconds. 0: never sleep.
-        naps_at_once: leave out phase [1], unless `spin_for` was called with infinity; see `library.wait`.
+        naps_at_once: leave out phase [1], unless `spin_for` was called with infinity.
     """
 
     __slots__ = ("_began_s", "_longest_nap_s", "_looks", "_nap_s", "_spin_s")
@@ -64,8 +62,8 @@ class Patience:
         """Rest before the next check of the wait.
 
         Returns:
-            Whether the caller must now check the call's cancel scope (its time limit). After most rests without a sleep, the
-            result is False. The reason: the check reads the clock, so a check after each rest would slow down short waits.
+            Whether the caller must now check the call's cancel scope (its time limit). Usually False after a rest without a
+            sleep, because checking the time limit after each rest would slow down short waits.
         """
         if self._nap_s:
             time.sleep(self._nap_s)

@@ -22,7 +22,7 @@ _generations = itertools.count()
 
 
 class NcclBackend(Backend):
-    """The backend "nccl", for ranks with one GPU each. The first collective of a group starts NCCL on the tensors' GPU."""
+    """The backend "nccl", for ranks with one GPU each. NCCL starts at the first collective of a group."""
 
     @property
     def meets_in_store(self) -> bool:
@@ -34,7 +34,7 @@ class NcclBackend(Backend):
         return library.problem()
 
     def connect(self, request: ConnectRequest) -> NcclGroup:
-        """Make a group. The ranks first meet in a host group, over MPI, or in a store; see `_meeting`."""
+        """Make a group. The ranks first meet in a host group, over MPI, or in a store."""
         lack = self.missing()
         if lack is not None:
             raise BackendUnavailableError(f"backend 'nccl': {lack}")

@@ -1,7 +1,4 @@
-"""`Communicator` calls NCCL with tensors. No other module calls a `NcclCommunicator` of CuPy.
-
-Tables and functions at the top translate torch's dtypes and Syncline's reductions to those of NCCL.
-"""
+"""`Communicator` calls NCCL with tensors. No other module calls a `NcclCommunicator` of CuPy."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ class NativeReduction:
 
     Attributes:
         op: NCCL's number for the reduction, a value of ncclRedOp_t.
-        factor: NCCL multiplies each rank's terms by this factor before the reduction. None: there is no factor.
+        factor: the caller must multiply each rank's terms by this factor before the reduction. None: there is no factor.
     """
 
     op: int
@@ -68,7 +65,7 @@ class NativeReduction:
 def native_reduction(op: Reduction, dtype: torch.dtype, *, reproducible: bool = False) -> NativeReduction | None:
     """Return NCCL's own reduction for `op`. Return None if the ranks must exchange the terms and reduce without NCCL.
 
-    The result is None for these reductions:
+    The result is None for:
 
     - reductions that NCCL lacks, such as all reductions of int16, bitwise reductions, and products of complex numbers;
     - minimum and maximum of floating point numbers, because NCCL drops a not-a-number on some ranks;
@@ -97,21 +94,21 @@ def as_reduced(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_moved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a flat tensor as NCCL can send it: unchanged, or, for dtypes such as bool and complex, as a view of bytes."""
+    """Return a flat tensor as NCCL can send it. Dtypes that NCCL lacks, such as bool and complex, become a view of bytes."""
     return tensor if tensor.dtype in NCCL_TYPES else bytes_of(tensor)
 
 
 class Communicator:
     """Puts collectives on one CUDA stream. Tensors must be flat and on the communicator's GPU.
 
-    The caller must keep the tensors until the stream has finished, because no method waits for the GPU.
-
-    If a tensor is empty, the methods do not call NCCL, because the tensor's pointer may be invalid. The tensor is then empty on
-    all ranks, so no rank waits for another rank.
+    No method waits for the GPU, so the caller must keep the tensors until the stream has finished. For an empty tensor, the
+    methods do nothing: the tensor is then empty on all ranks.
 
     Args:
         nccl: the module `cupy.cuda.nccl`, or a fake.
         raw: an object of the module's class `NcclCommunicator`.
+        rank: this rank in the communicator.
+        size: the number of ranks.
         stream: the handle of the CUDA stream.
     """
 
@@ -199,8 +196,7 @@ class Communicator:
     def group(self) -> Iterator[None]:
         """Return a context manager. The calls inside the context become one operation of NCCL, which starts at its end.
 
-        Contexts may be nested. NCCL uses the addresses of the calls' tensors at the end of the outermost context. Until then,
-        this object keeps the tensors alive.
+        Contexts may be nested. This object keeps the calls' tensors alive until the end of the outermost context.
         """
         # NCCL uses the addresses at the outermost end, so an inner context adds to the list of the outer one.
         outermost = self._kept is None
@@ -234,16 +230,15 @@ class Communicator:
         Note [Abort of a blocking communicator]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
         NCCL guarantees a safe abort only if the communicator is non-blocking, and no thread is inside NCCL. Both conditions
-        fail here. CuPy (14) makes blocking communicators, because its `NcclConfig` has only the field `split_share`. And the
-        usual reason to abort is a thread that is stuck inside NCCL. Normally the abort ends the kernels, and the call of the
-        stuck thread returns an error. Two other outcomes are possible:
+        fail here: CuPy (14) makes blocking communicators, and the usual reason to abort is a thread that is stuck inside NCCL.
+        Normally the abort ends the kernels, and the stuck call returns an error. Two other outcomes are possible:
 
-        1. The abort or the stuck call does not return. Each abort runs on its own thread, so no caller waits for the abort.
-           Only the end of the process waits for this thread, for a few seconds.
+        1. The abort or the stuck call does not return. Each abort runs on its own thread, so only the end of the process waits
+           for it, for a few seconds.
         2. NCCL frees the communicator while the stuck thread still uses it, and a signal kills the process.
 
-        We accept both outcomes, because they happen only in a group that has failed. By then the report has been written, the
-        works have their error, and no code uses the group any more.
+        We accept both outcomes, because they happen only in a group that has failed. By then the report has been written, and
+        the works have their error.
         """
         self._raw.abort()
 
@@ -291,6 +286,6 @@ def _remedy(status: int) -> str:
 
 
 def version_in_words(nccl: Any) -> str:
-    """Return NCCL's version as text, such as "2.27.7". NCCL itself returns 10000 * major + 100 * minor + patch."""
-    number = int(nccl.get_version())
+    """Return NCCL's version as text, such as "2.27.7"."""
+    number = int(nccl.get_version())  # 10000 * major + 100 * minor + patch
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

@@ -52,12 +52,13 @@ class StreamCommunicator:
 
 
 class Connector:
-    """Connects the ranks of one group over NCCL. The group may be a part of the job. All ranks of the job use one rendezvous.
+    """Connects the ranks of one group over NCCL. The group may be a part of the job.
 
     Args:
         nccl: the module `cupy.cuda.nccl`, or a fake.
         runtime: makes streams on the GPUs.
-        rendezvous: lets the ranks of the job exchange messages before NCCL connects these ranks.
+        rendezvous: lets the ranks of the job exchange messages before NCCL connects them. All groups of the job use one
+            rendezvous.
         ranks: for each rank of the group, its rank in the job.
         rank: this process's rank in the group.
         name: the group's name.
@@ -142,7 +143,7 @@ class Connector:
 class Connections:
     """A group's communicators on one GPU: one for all ranks, and two for each peer of a send or receive.
 
-    If NCCL fails while it connects or splits a group, some ranks may still be inside NCCL. So such a failure ends the group.
+    If NCCL fails while it connects or splits a group, the group ends, because some ranks may still be inside NCCL.
 
     Args:
         connector: connects ranks.
@@ -172,7 +173,7 @@ class Connections:
 
     @property
     def device(self) -> torch.device:
-        """The group's GPU, which is the GPU of the group's first call. Before the first call, this is the current GPU."""
+        """The GPU of the group's first call. Before the first call, this is the current GPU."""
         return self._connector.runtime.current_device() if self._device is None else self._device
 
     def background(self) -> AbstractContextManager[object]:
@@ -234,14 +235,14 @@ class Connections:
     def give_back(self) -> None:
         """Destroy the communicators. Call this method when no operation is in flight.
 
-        Each communicator is destroyed on a separate thread. The reason: NCCL waits for the other ranks, which may destroy their
-        communicators in another order. NCCL also waits until the program has deleted the CUDA graphs that use a communicator.
+        NCCL waits for the other ranks, and until the program has deleted the CUDA graphs that use a communicator.
 
         Raises:
             TransportError: NCCL did not return within the group's time limit. (If a call was captured in a CUDA graph, the
                 limit is at most 30 seconds.)
         """
         scope = CancelScope(min(_GRAPHS_S, self._timeout_s()) if self._was_captured else self._timeout_s())
+        # On separate threads, because the other ranks may destroy their communicators in another order.
         calls = [DetachedCall(made.communicator.destroy, "syncline-nccl-destroy", self.background) for made in self._made]
         for call in calls:
             try:
@@ -253,8 +254,8 @@ class Connections:
         """Connect with one other rank: one communicator for each direction, because a receive must not wait behind a send.
 
         NCCL connects two ranks only at their first send and receive, and blocks the CPU until the other rank has made the
-        matching call. If these were calls of the user, two ranks that both send before they receive would wait for each other.
-        So send one byte in each direction, in the same order on both ranks.
+        matching call. With calls of the user, two ranks that both send before they receive would wait for each other. So send
+        one byte in each direction, in the same order on both ranks.
         """
         low, high = sorted((self._connector.rank, peer))
         scope, made = self._scope(), {}
@@ -330,14 +331,13 @@ Task: TypeAlias = Callable[[StreamCommunicator], None]
 class Pair:
     """Issues the transfers between two ranks, in order. The first transfer connects the ranks, without blocking the caller.
 
-    The caller must not block: in a ring where all ranks begin with a send, each rank would wait for the next rank. So a
-    separate thread connects the ranks, and issues the transfers that are submitted meanwhile. The thread ends when no transfer
-    is left. From then on, the caller of `submit` issues the transfer itself.
+    A separate thread connects the ranks, and issues the transfers that are submitted meanwhile. The thread ends when no
+    transfer is left. From then on, the caller of `submit` issues the transfer itself.
 
     Args:
         connect: makes a communicator for each direction. The separate thread calls this function.
         fail: called with the error if `connect` or a transfer fails on the separate thread.
-        context: makes a context manager. The separate thread runs inside this context.
+        context: makes the context in which the separate thread runs.
     """
 
     def __init__(
@@ -364,6 +364,7 @@ class Pair:
         with self._lock:
             if self._made is None:
                 self._waiting.append((direction, task))
+                # The caller must not block: in a ring where all ranks begin with a send, each rank would wait for the next.
                 if not self._is_started:
                     self._is_started = True
                     DetachedCall(self._run, "syncline-nccl-pair", self._context)
@@ -394,7 +395,7 @@ class Pair:
 
 
 def peer_info(rank: int, pci_id: str, version: str) -> Payload:
-    """Return facts about this process. With these facts, `find_conflict` decides whether NCCL can connect the ranks.
+    """Return facts about this process, from which `find_conflict` decides whether NCCL can connect the ranks.
 
     Args:
         rank: this process's rank in the job.

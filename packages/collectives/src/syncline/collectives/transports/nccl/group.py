@@ -59,39 +59,39 @@ class NcclGroup(EngineGroup):
     ~~~~~~~~~~~~~~~~~~~~~~
     1. All collectives of the group run on one stream, in the order of issue. The caller's thread issues a collective when the
        group's queue gives this thread its turn. The collective starts after all operations that are on this thread's current
-       stream at that moment, so the tensors of the collective are ready.
+       stream at that moment, so its tensors are ready.
     2. The call returns when the collective is on the stream. But if NCCL must connect ranks first, the call blocks until the
-       ranks are connected. This happens at the group's first collective. It also happens at the first gather, scatter and
-       all-to-all, and at the first reduction in steps (see `NcclPlan`). For transfers between two ranks, a separate thread
-       connects the ranks. `wait` makes the current stream wait for the collective. `wait` blocks the calling thread only with a
-       timeout, or for a barrier.
+       ranks are connected. This happens at the group's first collective, at the first gather, scatter and all-to-all, and at
+       the first reduction in steps (see `NcclPlan`). For transfers between two ranks, a separate thread connects the ranks.
+       `wait` makes the current stream wait for the collective. `wait` blocks the calling thread only with a timeout, or for a
+       barrier.
     3. For the CPU, a future is complete when the collective is on the stream. A callback runs on the thread that attaches the
-       callback, before this thread issues another call. While the callback runs, the thread's current stream waits for the
-       collective. So a call that the callback issues has the same place in the order on every rank, and the callback can wait
-       for this call without blocking a thread. `StreamWork.get_future` names two exceptions.
+       callback, before this thread issues another call. Meanwhile, the thread's current stream waits for the collective. So a
+       call that the callback issues has the same place in the order on every rank, and the callback can wait for this call
+       without blocking a thread. `StreamWork.get_future` names two exceptions.
     4. `send` and `recv` have no place in the order, because each direction between two ranks has its own communicator and
        stream.
-    5. A future's callback may issue collectives. So a thread must hold no lock when it completes a future, with or without an
-       error: the thread calls `StreamWork.settle` after its turn in the queue. If an error must end the group, the code in the
-       turn raises a `FatalError`. The group ends after the turn, when the thread holds no lock.
+    5. A future's callback may issue collectives. So a thread must hold no lock when it completes a future: it calls
+       `StreamWork.settle` after its turn in the queue. If an error must end the group, the code in the turn raises a
+       `FatalError`. The group ends after the turn.
 
-    The group serves only the GPU of its first call, which makes the group's communicator. If the group was split from a
-    connected group, the group already has a communicator.
+    The group serves only the GPU of its first call. If the group was split from a connected group, the group already has a
+    communicator.
 
     After the group is connected, all calls except `barrier` and `wait` with a timeout can be captured in a CUDA graph. So run a
     collective before the capture.
 
     If NCCL cannot reduce in the way that `ReduceOp` describes, the ranks exchange the terms and reduce in rank order; see
-    `NcclPlan`. If NCCL itself reduces, two things differ from `ReduceOp`, as in torch: float16 and bfloat16 are rounded at each
-    addition, and AVG multiplies each term by 1/size before the addition. NCCL is faster this way. With `reproducible`, these
-    differences do not exist, but the reduction needs copies of the tensor.
+    `NcclPlan`. NCCL's own reductions differ from `ReduceOp` in two ways, as in torch: float16 and bfloat16 are rounded at each
+    addition, and AVG multiplies each term by 1/size before the addition. With `reproducible`, these differences do not exist,
+    but the reduction is slower and needs copies of the tensor.
 
     Note [Comparison over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~
     NCCL does not compare calls: if ranks make different calls, they get wrong sums or wait for ever. So the ranks compare their
-    histories (see Note [Comparison of calls] in `health.agreement`) by messages on the host, without the GPU. A thread of the
-    group makes one comparison after the other, and a training step does not wait for a comparison. If a comparison finds a
-    difference, the group ends, and the next call on the group raises the error.
+    histories (see Note [Comparison of calls] in `health.agreement`) by messages on the host. A thread of the group makes one
+    comparison after the other, and a training step does not wait for a comparison. If a comparison finds a difference, the
+    group ends, and the next call on the group raises the error.
 
     A barrier with `async_op=False` waits for a comparison, and raises the comparison's error even if NCCL never ends the
     barrier. `close` also waits for a comparison, for at most `_CLOSE_S` seconds. A group with more than `_COMPARED_EACH_TIME`
@@ -165,7 +165,7 @@ class NcclGroup(EngineGroup):
         return None if failure is None else failure.error
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str | None = None) -> torch.Tensor:
-        """Allocate a tensor with torch, by default on the current GPU. CuPy 14 cannot register the memory with NCCL."""
+        """Allocate a tensor with torch, by default on the current GPU."""
         return super().allocate(numel, dtype, self._runtime.current_device() if device is None else device)
 
     # ---- collectives ----
@@ -312,8 +312,8 @@ class NcclGroup(EngineGroup):
         The collectives must have `async_op=True`. The context does not affect `send` and `recv`.
 
         Raises:
-            MisuseError: a call has `async_op=False`, is a barrier, or takes several steps (see `NcclPlan`). Or this thread is
-                in such a context already.
+            MisuseError: a call has `async_op=False`, is a barrier, or takes several steps (see `NcclPlan`). Or another such
+                context of the group is open.
         """
         batch = self._queue.run_in_turn(self._open_batch)
         try:
@@ -528,7 +528,7 @@ class NcclGroup(EngineGroup):
 
     @override
     def beside(self, host: ProcessGroup) -> NcclGroup:
-        """As `ProcessGroup.beside`. The new group connects at its first use, without connections of the aborted group."""
+        """As `ProcessGroup.beside`. The new group connects at its first use."""
         before = self._connector
         rendezvous = GroupRendezvous(host, owned=before.rendezvous.owns_group)
         connector = Connector(before.nccl, before.runtime, rendezvous, range(host.size), host.rank, self.name)

@@ -37,7 +37,7 @@ class FatalError(Exception):
 
 
 class InFlight:
-    """Watches launches (see `Launch`). Releases the tensors of finished launches. Ends the group if a launch fails or hangs.
+    """Watches the launches of a group (see `Launch`). Releases finished launches. Ends the group if a launch fails or hangs.
 
     Note [Failure over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -51,26 +51,25 @@ class InFlight:
 
     After the first failure, these steps follow:
 
-    1. The group stores the error. From now on every new collective of the group raises this error.
-    2. Every work that is still in flight fails with this error. Threads that block in `wait` wake up and raise the error. Later
-       calls of `wait` raise the error, too. Works that were over before stay successful.
+    1. The group stores the error. Every new collective of the group raises this error.
+    2. Every work that is still in flight fails with this error. Threads that block in `wait` raise it at once. Works that were
+       over before stay successful.
     3. The group aborts its communicators, so that their kernels leave the GPU. Streams that wait for these kernels continue,
-       with garbage in the tensors. Each abort runs on a separate thread, because an abort waits for kernels of other
-       communicators, or for CUDA graphs. At the end of the process, an exit handler waits a few seconds for these threads.
+       with garbage in the tensors. Each abort runs on a separate thread, because it may wait for other kernels or for CUDA
+       graphs. At the end of the process, an exit handler waits a few seconds for these threads.
     4. If the ranks met in a store, this rank writes the failure to the store. The other ranks read the failure within about
        `_HEAR_S` seconds.
 
-    Because of step 3, a thread that was blocked outside of Syncline (`tensor.item()`, `torch.cuda.synchronize()`) wakes up. The
-    next operation of this thread on the group raises the error. This is a new collective, a wait for the failed collective, or
-    `close`.
+    Step 3 also wakes a thread that was blocked outside of Syncline (`tensor.item()`, `torch.cuda.synchronize()`). The next
+    operation of this thread on the group raises the error.
 
     The monitor (a thread of the process) calls `look` while a launch is in flight. `look` holds no lock while it calls CUDA or
-    NCCL. So if CUDA or NCCL never returns, another thread can still abort the communicators.
+    NCCL. So another thread can abort the communicators even if CUDA or NCCL never returns.
 
     Args:
         place: returns a text with the group and the rank, for errors.
-        background: makes the context in which `look` runs, and in which a thread aborts a communicator.
-        report: writes a report of a failure, if the group writes reports, and returns the failure; see `EngineGroup._reported`.
+        background: makes the context for threads that work for the group.
+        report: writes a report of a failure, if the group writes reports, and returns the failure.
         tell: tells the other ranks that the group has failed on this rank. This function may block.
         hear: returns an error text if another rank has failed, or None. This function may block.
     """
@@ -104,7 +103,7 @@ class InFlight:
         return self._failure
 
     def reason_to_give_up(self) -> TransportError | None:
-        """Return an error if the group has failed, so that no call can end. Otherwise return None."""
+        """Return an error if the group has failed. Otherwise return None."""
         return None if self._failure is None else TransportError("the group has failed meanwhile")
 
     # ---- communicators and launches ----
@@ -133,7 +132,7 @@ class InFlight:
             launch.fail(failure)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until no launch is in flight. Return False if this takes longer than `timeout_s` seconds, or the group fails."""
+        """Wait until no launch is in flight. Return False after `timeout_s` seconds, or if the group fails."""
         scope, pause_s = CancelScope(timeout_s), FIRST_LOOK_S
         while self._failure is None:
             try:
@@ -209,7 +208,7 @@ class InFlight:
         return None
 
     def _reap(self) -> None:
-        """Release launches that are over. If the GPU has faulted, every question to the GPU raises a TransportError."""
+        """Release launches that are over. Raise a TransportError if the GPU has faulted."""
         with self._changed:
             pending = list(self._pending)
         # Ask the GPU without the lock, because the question may block.
@@ -264,7 +263,7 @@ class InFlight:
 
 
 def _abort_holding(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG001 - holding them is the point
-    """Abort the communicator. Hold the tensors of launches in flight until the kernels that may write to them are gone."""
+    """Abort the communicator. Hold the tensors until the kernels that may write to them are gone."""
     communicator.abort()
 
 

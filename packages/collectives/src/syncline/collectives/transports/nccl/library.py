@@ -16,7 +16,7 @@ _OLDEST_CUPY = 14
 
 
 def problem() -> str | None:
-    """Return an error text if NCCL cannot work in this process; else None. The text names the problem and the remedy.
+    """Return an error text, with a remedy, if NCCL cannot work in this process; else None.
 
     The function imports CuPy only if this process has a GPU.
     """
@@ -65,10 +65,9 @@ def _mismatch(cupy: Any, nccl: Any, cuda_major: int) -> str | None:
 
 
 def preload_nccl() -> None:
-    """Load NCCL's library before CuPy looks for it.
+    """Load NCCL's library before CuPy looks for it. If there is none, do nothing.
 
-    This function tries three libraries, in this order: the library that torch has loaded, the library on the system's search
-    path, and the library from PyPI. If all are missing, this function does nothing, and `cupy_problem` reports the problem.
+    The order: the library that torch has loaded, a library on the system's search path, and the library from PyPI.
     """
     for candidate in ("libnccl.so.2", *map(str, _from_pypi())):
         try:

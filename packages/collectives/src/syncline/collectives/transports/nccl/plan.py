@@ -1,4 +1,4 @@
-"""`NcclPlan` runs the calls of one signature, by a communicator that puts operations on a CUDA stream."""
+"""`NcclPlan` runs the calls of one signature over NCCL."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ from .communicator import Communicator, NativeReduction, as_reduced, native_redu
 
 class NcclPlan(Plan):
     """Runs the calls of one signature. Call `run` while the communicator's stream is current. `run` does not wait for the GPU.
-
-    `run_planned` packs the tensors of all calls of a batch before it runs the first call. As in all plans, `part` is the data
-    of one rank. In an all-reduce, reduce or broadcast, `part` is the entire tensor.
 
     If NCCL can do a reduction, the plan makes one call of NCCL. For any other reduction, the ranks exchange their terms and
     reduce these terms in rank order. This takes several calls of NCCL, one after the other (`in_steps`). A collective without a
@@ -46,7 +43,7 @@ class NcclPlan(Plan):
 
     @property
     def algorithm(self) -> str:
-        """Either "NCCL", or "exchange over NCCL" if the ranks exchange and reduce the terms without NCCL's own reductions."""
+        """The name "NCCL", or "exchange over NCCL" if the ranks themselves reduce the terms."""
         return "exchange over NCCL" if self.in_steps else "NCCL"
 
     def pack(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:

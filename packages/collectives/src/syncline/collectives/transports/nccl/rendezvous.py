@@ -1,4 +1,4 @@
-"""Exchange messages between ranks over the host, before NCCL connects the ranks, and when ranks compare their calls."""
+"""Exchange messages between ranks over the host, without NCCL."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _LOOK_S = 0.1
 class Rendezvous(ABC):
     """Lets some ranks agree on a decision. Each agreement has a topic.
 
-    Each rank passes a payload, which is a dictionary that can be written as JSON. The first rank receives all payloads and
-    makes a decision. All ranks get the decision, which is also a payload.
+    Each rank passes a payload, which is a dictionary that can be written as JSON. The first rank makes a decision from all
+    payloads. All ranks get the decision, which is also a payload.
     """
 
     def agree(
@@ -126,7 +126,7 @@ class Rendezvous(ABC):
 
     @property
     def owns_group(self) -> bool:
-        """Whether this rendezvous must close `group`, because no other code uses the group."""
+        """Whether this rendezvous must close `group`, because no other code uses it."""
         return False
 
     def close(self) -> None:
@@ -175,8 +175,7 @@ class GroupRendezvous(Rendezvous):
     """Sends payloads as messages of a host group, such as an MPI group. Ranks in the job are the ranks in this host group.
 
     Args:
-        group: the host group. This class uses only `send` and `recv`, because these methods do not change the order of
-            collectives.
+        group: the host group. This class uses only `send` and `recv`, which do not change the order of collectives.
         owned: whether this object closes the group at the end.
     """
 
@@ -218,10 +217,7 @@ class GroupRendezvous(Rendezvous):
                 self._group.send(message, to, _tag(topic), async_op=True).wait(max(scope.remaining_s(), 1e-3))
 
     def _receive(self, topic: str, to: int, sender: int, scope: CancelScope) -> Payload:
-        """Wait for the payload of `topic`.
-
-        A payload of another topic with the same tag may come first. Keep that payload for the thread that waits for it.
-        """
+        """Wait for the payload of `topic`. Keep payloads of other topics with the same tag for other threads."""
         with self._lock:
             inbox = self._inboxes.setdefault((sender, _tag(topic)), _Inbox())
         return inbox.take(topic, lambda: self._receive_next(sender, _tag(topic), scope), scope)
@@ -276,10 +272,7 @@ def _tag(topic: str) -> ReservedTag:
 class RendezvousCarrier(Carrier):
     """Exchanges the ranks' numbers and texts by `Connector.agree`.
 
-    Cost: each rank except the first sends one message to the first rank, and receives one message from the first rank.
-
-    Args:
-        agree: the group's `Connector.agree`.
+    Cost: each rank except the first sends one message to the first rank, and receives one message from it.
     """
 
     def __init__(self, agree: Callable[[str, Payload, Callable[[list[Payload]], Payload], CancelScope], Payload]) -> None:

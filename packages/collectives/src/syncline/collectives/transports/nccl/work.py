@@ -44,8 +44,8 @@ class Failure:
 
     Attributes:
         error: the error.
-        was_told: whether the program has seen the error. If not, `close` must raise the error, because the program does not
-            know that results since the failure are garbage.
+        was_told: whether the program has seen the error. If not, `close` must raise it, because results since the failure are
+            garbage.
     """
 
     __slots__ = ("error", "was_told")
@@ -69,17 +69,17 @@ class Launch:
     allocator may reuse their memory at once. So the `Call` holds references to the tensors until one of these events:
 
     1. `wait` is called, and the current stream is the stream from which the collective was issued. `wait` makes this stream
-       wait for the collective. So later operations on this stream, which may reuse the memory, come after the collective.
+       wait for the collective, so later operations on this stream may reuse the memory.
     2. The monitor, or a thread that blocks in `wait`, sees that the collective is over.
     3. The group failed, and the communicators' kernels have left the GPU.
 
     `InFlight` holds the launch, but not the work. (The work itself holds the outputs, which are the work's result.) So after
-    `wait`, memory is free as soon as the caller drops the work and the tensors. We do not need `record_stream`, which would
-    delay the reuse. Copies that a collective needs are allocated on the communicator's stream, and need no protection.
+    `wait`, memory is free as soon as the caller drops the work and the tensors. `record_stream` would delay the reuse. Copies
+    that a collective needs are allocated on the communicator's stream, and need no protection.
 
     Args:
         calls: the calls of this launch.
-        describe: returns a text for messages. The text names the call or the batch, the group and the rank.
+        describe: returns a text for messages with the call or the batch, the group and the rank.
         timeout_s: the time limit from now on, in seconds.
         work: the work of these calls, which fails if the launch fails. The launch holds only a weak reference to the work.
 
@@ -102,7 +102,7 @@ class Launch:
         self._event, self.captured = event, captured
 
     def is_over(self) -> bool:
-        """Whether the GPU has finished the launch. For a captured launch, the result is always True.
+        """Whether the GPU has finished the launch. True for a launch that is captured in a CUDA graph.
 
         Raises:
             TransportError: the GPU faulted.
@@ -146,11 +146,9 @@ class Launch:
 
 
 class StreamWork(Work):
-    """The work of one call or of a batch.
+    """The work of one call or of a batch. The time limit begins when the work is made, before its calls are issued.
 
-    The work is made before its calls are issued. So the time limit includes the time until the calls are issued.
-
-    Note [Memory in flight] describes which object holds the tensors, and how long.
+    See Note [Memory in flight] for which object holds the tensors, and how long.
 
     Args:
         title: the call for error messages. For a batch, this is a call with the name "coalesced".
@@ -257,7 +255,7 @@ class StreamWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the GPU has finished the collective, or the collective has failed. False during a capture into a graph."""
+        """Whether the collective has finished on the GPU, or has failed. False during a capture into a graph."""
         if self._failure is not None:
             return True
         return not self._runtime.is_capturing() and self.launch.is_over()
@@ -271,15 +269,14 @@ class StreamWork(Work):
         return self._tensors
 
     def source_rank(self) -> int | None:
-        """Return the sender's rank, for a receive. NCCL has no receive from any source, so the sender is always known."""
+        """Return the sender's rank, for a receive."""
         return self._source
 
     def get_future(self) -> TensorsFuture:
         """Return a CUDA future. For the CPU, this future is complete when the collective is issued.
 
-        If a thread waits for the future, its current stream waits for the collective. Some calls have no output on this rank,
-        such as a barrier, or a gather on a rank that is not the root. The value of the future is then a list of one meaningless
-        tensor.
+        If a thread waits for the future, its current stream waits for the collective. If the call has no output on this rank,
+        the value of the future is a list of one meaningless tensor.
 
         A callback runs at once, on the thread that attaches the callback; see Note [Order over NCCL] in `group`. In two cases,
         the callback runs later, on the thread that issues the call: for a transfer whose peer is not connected yet, and for a

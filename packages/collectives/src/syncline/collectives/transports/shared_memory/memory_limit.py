@@ -1,8 +1,7 @@
 """Find out how much memory the processes of a node can still allocate before the kernel kills one of them.
 
-/proc/meminfo has the available memory of the machine. A job often has less memory, because Slurm and containers put the job
-into a control group. If a process exceeds the limit of its control group, the kernel kills the process (SIGKILL) without an
-error.
+Slurm and containers put a job into a control group. If a process exceeds the limit of its control group, the kernel kills the
+process (SIGKILL) without an error.
 """
 
 from __future__ import annotations
@@ -62,11 +61,7 @@ def room_for_each(limits: Sequence[Sequence[Limit]]) -> Room | None:
 
 
 def memory_limits(proc: Path = Path("/proc")) -> list[Limit]:
-    """Return the memory limits of this process. Limits that the process cannot read are left out.
-
-    Args:
-        proc: the path of the proc file system.
-    """
+    """Return the memory limits of this process that it can read. `proc` is the path of the proc file system."""
     available = _fields(proc / "meminfo").get("MemAvailable:")
     machine = [] if available is None else [Limit((0, 0), "the memory of the machine", available * 1024)]
     return machine + [limit for kind, folder in _groups(proc) if (limit := _limit(folder, kind)) is not None]

@@ -64,11 +64,10 @@ def huge_page_bytes() -> int:
 
 
 def collapse(mapping: mmap.mmap, start: int, stop: int, seconds: float) -> int:
-    """Make the kernel replace small pages by huge pages with the same content. Huge pages make access faster.
+    """Make the kernel replace small pages by huge pages with the same content. Access to huge pages is faster.
 
-    You can call this function at any time, even while the memory is in use. If several processes share the memory, only one
-    process needs to call this function. Kernels from 6.1 on can replace pages, unless their setting for shared memory is
-    `deny`. With older kernels, this function does nothing. Measured cost: 1 to 4 ms for each huge page of 2 MiB.
+    The memory may be in use. If several processes share the memory, one call is enough. With kernels before 6.1, this function
+    does nothing. Measured cost: 1 to 4 ms for each huge page of 2 MiB.
 
     Args:
         mapping: the mapped memory.
@@ -96,14 +95,12 @@ def collapse(mapping: mmap.mmap, start: int, stop: int, seconds: float) -> int:
 def create_memory_file(name: str) -> int:
     """Make a new file in memory, outside of any file system (a memfd), and return the file's descriptor.
 
-    Some builds of Python lack `os.memfd_create`, because their C library is older than glibc 2.27. Then this function makes the
-    system call directly, which needs kernel 3.17 or newer.
-
     Raises:
         OSError: this system has no such files.
     """
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
+    # Some builds of Python lack `os.memfd_create`, because their C library is older than glibc 2.27.
     if sys.platform != "linux" or platform.machine() not in _MEMFD_CREATE:
         raise OSError(
             errno.ENOSYS, f"{sys.platform} on {platform.machine()} has no memory that processes share by a descriptor"

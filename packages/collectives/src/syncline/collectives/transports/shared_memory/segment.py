@@ -1,4 +1,4 @@
-"""`Segment`: memory that the ranks of a node share. Ranks pass the file descriptor through /proc or over a socket."""
+"""`Segment`: memory that the ranks of a node share. A file descriptor gives access to this memory."""
 
 from __future__ import annotations
 
@@ -33,14 +33,10 @@ class Segment(mmap.mmap, Inherited):
         part of rank 0       | part of rank 1       | part of rank 2       |
         ^ offset 0             ^ offset 0             ^ offset 0
 
-    The mapping exists as long as this object, and each tensor from `view` keeps a reference to this object. So the memory
-    exists while any rank has a tensor in the memory. No code calls `close`.
+    The memory exists as long as any rank has this object, or a tensor from `view`. The segment keeps no descriptor open.
 
-    The segment keeps no descriptor open. (Python's mmap would keep a descriptor for each file. So the segment first maps memory
-    without a file, and `map_over` then maps the file at the same address. Python later unmaps this address.)
-
-    If the segment is at least as large as a huge page, the segment starts at a multiple of the size of a huge page. Then some
-    mapped memory before and after the segment is unused.
+    If the segment is at least as large as a huge page, it starts at a multiple of the size of a huge page. Then some mapped
+    memory before and after the segment is unused.
 
     Note [Segments in a fork]
     ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -48,12 +44,11 @@ class Segment(mmap.mmap, Inherited):
     replaces the shared pages by private pages with zeros, at the same address.
 
     If this rank's part holds tensors of the user (`holds_tensors`), the child must see these tensors as they were at the fork.
-    The kernel has no copy-on-write for shared pages. So the parent keeps a copy of the part in private memory, and updates this
-    copy before each fork. In the child, the pages of the copy replace the pages with zeros.
+    The kernel has no copy-on-write for shared pages. So before each fork, the parent updates a copy of the part in private
+    memory. In the child, the pages of the copy replace the pages with zeros.
 
-    Cost: before a fork, the parent compares the part with the copy, and copies the part if it has changed. (A DataLoader forks
-    several workers, and the part does not change between these forks.) The copy needs as much memory as the part. The parent
-    and its forked children share this memory until a process writes to it.
+    Cost: before a fork, the parent compares the part with the copy, and copies the part if it has changed. The copy needs as
+    much memory as the part. The parent and its forked children share this memory until a process writes to it.
 
     Attributes:
         lead_bytes: the number of mapped bytes before the first part.
@@ -76,6 +71,7 @@ class Segment(mmap.mmap, Inherited):
     def __new__(cls, file: int, parts: int, part_bytes: int, mine: int) -> Segment:  # noqa: D102 - the class says it
         nbytes = parts * padded(part_bytes)
         alignment = huge_page_bytes() if nbytes >= huge_page_bytes() else 0
+        # Python's mmap keeps a descriptor for each file. So map memory without a file, and map the file over it below.
         # This mapping is private. So after `map_over`, only its unused memory before and after the file counts as committed.
         segment = super().__new__(cls, -1, alignment + nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         segment.parts = parts
@@ -106,10 +102,7 @@ class Segment(mmap.mmap, Inherited):
             move_pages(_address(self._copy), padded(self.part_bytes), self.address())
 
     def use_huge_pages(self) -> None:
-        """Use huge pages for this rank's part where possible. Access by other ranks becomes faster, too.
-
-        This method takes at most about `HUGE_PAGES_SECONDS`.
-        """
+        """Use huge pages for this rank's part where possible. This takes at most about `HUGE_PAGES_SECONDS`."""
         size = huge_page_bytes()
         if size:
             # Both ends are rounded up, so each huge page is collapsed by exactly one rank.
@@ -117,7 +110,7 @@ class Segment(mmap.mmap, Inherited):
             collapse(self, self.lead_bytes + start, self.lead_bytes + min(stop, self.offset_of(self.parts)), HUGE_PAGES_SECONDS)
 
     def view(self, part: int, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return one or more elements of a part as a flat tensor. The tensor shares the memory."""
+        """Return `numel` elements of a part, at least one, as a flat tensor. The tensor shares the memory."""
         return torch.frombuffer(self, dtype=dtype, count=numel, offset=self.lead_bytes + self.offset_of(part) + offset_bytes)
 
     def rows(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -147,7 +140,7 @@ def _address(mapping: mmap.mmap) -> int:
 def create_file(name: str, nbytes: int) -> int:
     """Make a new file in memory, and return its descriptor. The kernel frees the file when no process uses it any more.
 
-    The file is not in /dev/shm. So it takes no space there, and no file is left after a crash.
+    The file is not in /dev/shm, so no file is left after a crash.
 
     Raises:
         OSError: this system has no such files, or does not allow this size.
@@ -162,10 +155,10 @@ def create_file(name: str, nbytes: int) -> int:
 
 
 def reserve(file: int, part_bytes: int, part: int) -> None:
-    """Allocate the pages of a part now. If memory is short, this function raises an error. Otherwise a bus error would follow.
+    """Allocate the pages of a part now, so that a lack of memory is an error here, and not a bus error later.
 
-    Check `memory_limits` before this call. If a process exceeds the limit of its control group, the kernel kills the process,
-    and this function cannot raise an error.
+    Check `memory_limits` before this call. If a process exceeds the limit of its control group, the kernel kills the process
+    without an error.
 
     Raises:
         OSError: the machine lacks memory, or the size of files is limited.
@@ -182,8 +175,8 @@ def open_peer_fd(pid: int, file: int, name: str) -> int:
         name: the name that the other process passed to `create_file`.
 
     Raises:
-        OSError: this process has no access to the other process, or `file` is the descriptor of another file. There is no
-            access for another user, in another namespace of users or processes, or if /proc is restricted.
+        OSError: `file` is the descriptor of another file, or this process has no access to the other process. For example, the
+            other process has another user or another namespace, or /proc is restricted.
     """
     path = f"/proc/{pid}/fd/{file}"
     # If the other process has another namespace of processes, `pid` may be the number of a third process here.
@@ -195,11 +188,8 @@ def open_peer_fd(pid: int, file: int, name: str) -> int:
 class FdServer:
     """Passes a file descriptor to other processes, over an abstract socket. Clients must be in the same network namespace.
 
-    A client gets the file if the client knows the token. The ranks exchange the token by MPI, so only ranks of this job know
-    the token. (The socket's name is no secret.)
-
-    Call `serve` after all clients have connected and sent the token. (The kernel lets clients connect and send before `serve`
-    runs.) `serve` never waits.
+    A client must send the token, which the ranks exchange by MPI. Call `serve` after all clients have connected and sent the
+    token.
 
     Args:
         file: the file's descriptor.
@@ -220,7 +210,7 @@ class FdServer:
         self._listener.listen(clients)
 
     def serve(self) -> None:
-        """Send the file to every client that has connected and sent the token."""
+        """Send the file to every client that has connected and sent the token. This method never waits."""
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -261,7 +251,7 @@ def request_fd(address: str, token: bytes) -> socket.socket:
 
 
 def receive_fd(connection: socket.socket) -> int:
-    """Receive the file's descriptor from the server. Call this function after `FdServer.serve`.
+    """Receive the file's descriptor from an `FdServer`. Call this function after `FdServer.serve`.
 
     Raises:
         OSError: the server has sent no descriptor.

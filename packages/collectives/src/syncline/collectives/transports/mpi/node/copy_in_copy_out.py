@@ -23,19 +23,19 @@ _T = TypeVar("_T")
 
 
 class StagingArea:
-    """A window of the group, with three slots for each rank. A slot holds one chunk of a tensor. `segment` makes the window.
+    """A window of the group, with three slots for each rank. A slot holds one chunk of a tensor.
 
     Note [Slots in turn]
     ~~~~~~~~~~~~~~~~~~~~
     Chunks use the slots in turn, even chunks of different collectives. All ranks pass the same barriers, at least one for each
-    chunk. Ranks read the data of chunk k after the barrier of chunk k. A rank copies chunk k out after the barrier of chunk
-    k + 1. So a rank has finished all reads of chunk k before its arrival at the barrier of chunk k + 2.
+    chunk. Ranks read chunk k after the barrier of chunk k, and copy it out after the barrier of chunk k + 1. So a rank has
+    finished all reads of chunk k before it comes to the barrier of chunk k + 2.
 
-    Chunk k + 3 uses the slot of chunk k, and ranks write chunk k + 3 after the barrier of chunk k + 2. So no rank overwrites
-    data that another rank still reads, without any further barriers.
+    Chunk k + 3 uses the slot of chunk k. Ranks write chunk k + 3 after the barrier of chunk k + 2, so no rank overwrites data
+    that another rank still reads.
 
     Args:
-        node: the group's ranks on this node, with their shared memory.
+        node: the group's ranks on this node.
     """
 
     def __init__(self, node: Node) -> None:
@@ -84,7 +84,7 @@ class _Step(NamedTuple):
 
     Attributes:
         copies_in: copies of the slices that other ranks reduce, from this rank's tensor (the block) to its slot.
-        slots: for each rank r, the slice in rank r's slot that this rank reduces. (A rank reads its own term from its tensor.)
+        slots: for each rank r, the slice in rank r's slot that this rank reduces.
         share: the slice that this rank reduces: its start in the chunk and its length, in elements.
         copy_to_slot: a copy of this rank's result from its tensor to its slot. None if no other rank needs the result.
         copies_out: copies of the other ranks' results, from their slots to this rank's tensor.
@@ -108,14 +108,12 @@ class CopyInCopyOut(Algorithm):
        tensor. For `all_reduce`, also copy the result to the own slot.
     4. For `all_reduce`: after the next barrier, copy the results of the other ranks out of their slots.
 
-    A rank copies the next chunk in before it reduces the current chunk. So this copy and the reduction share one barrier.
-
     Cost for n bytes and p ranks: each rank copies n - n/p bytes in and reduces n/p bytes. For `all_reduce`, each rank also
     copies n/p bytes in and n - n/p bytes out. There is one barrier for each chunk; `all_reduce` has one more barrier at the
     end.
 
     Args:
-        node: the group's ranks on this node, with their shared memory.
+        node: the group's ranks on this node.
         signature: the signature of the calls.
         operation: the collective.
         staging: the group's staging area.
@@ -133,10 +131,7 @@ class CopyInCopyOut(Algorithm):
         self._chunks: list[tuple[int, int]] = []
 
     def is_ready(self, call: Call) -> bool:
-        """Whether the group has a staging area.
-
-        The first call makes the staging area, and divides the tensor into chunks that fit into the slots.
-        """
+        """Whether the group has a staging area. The first call makes the staging area."""
         if self._segment is None:
             segment = self._segment = self._staging.segment(call)
             if segment is not None:
@@ -157,6 +152,7 @@ class CopyInCopyOut(Algorithm):
             step = self._step(segment, self._staging.take(), stop - start)
             for slot, offset, nbytes in step.copies_in:
                 memmove(slot, source + start * itemsize + offset, nbytes)
+            # Reduce the previous chunk only now, so that this copy and the reduction share one barrier.
             # Since the last barrier, all terms of the previous chunk are in the slots.
             if pending is not None:
                 self._reduce(*pending, own, out)

@@ -25,13 +25,12 @@ _Read = Callable[[torch.Tensor, torch.Tensor], None]
 class Eager(Algorithm):
     """Moves small tensors. The ranks wait for one another only once: at a `ShmBarrier`, which also compares the call.
 
-    This algorithm is the fastest for small tensors, because the time for small tensors depends mainly on the number of waits.
     Every rank reduces all slots in rank order, so all ranks get the same bits. See Note [Arrivals in turn] in `shared_sync`.
 
     Cost for n bytes and p ranks: each rank reads p n bytes.
 
     Args:
-        node: the group's ranks on this node, with their shared memory.
+        node: the group's ranks on this node.
         signature: the signature of the calls.
         operation: the collective.
         size: the size of each call. The data that other ranks read from a rank must fit into a slot.
@@ -50,10 +49,7 @@ class Eager(Algorithm):
         self._turns: list[tuple[memoryview | None, _Read]] = []
 
     def is_ready(self, call: Call) -> bool:
-        """Whether the group has a barrier in shared memory.
-
-        The first call makes the barrier, and prepares tensors in both slots of each rank.
-        """
+        """Whether the group has a barrier in shared memory. The first call makes the barrier."""
         if self._sync is None:
             self._sync = self._node.shared_sync(call)
             if self._sync is not None:
@@ -61,10 +57,7 @@ class Eager(Algorithm):
         return self._sync is not None
 
     def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
-        """Write this rank's slot, compare the call, then read the slots of all ranks.
-
-        The ranks compare the call even if `NodePlan` has already compared it.
-        """
+        """Write this rank's slot, compare the call, then read the slots of all ranks."""
         sync = self._sync
         assert sync is not None
         # Use the turn of the next arrival, which is in `compare` below.
@@ -72,7 +65,7 @@ class Eager(Algorithm):
         # In a broadcast, only the root writes to its slot.
         if slot is not None:
             slot[:] = _memory_at((part if self._shows_part else whole).data_ptr(), self._shown_bytes)
-        sync.compare(call)
+        sync.compare(call)  # even if `NodePlan` has compared the call already
         read(part, whole)
 
     def _laid_out(self, barrier: ShmBarrier, turn: int) -> tuple[memoryview | None, _Read]:

@@ -1,4 +1,4 @@
-"""All-reduce across several nodes, slice by slice, in shared memory. Other tensors are copied to shared memory first."""
+"""All-reduce across several nodes, slice by slice, in shared memory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ STAGE_BYTES = 16 << 20
 class NodeReduction:
     """Reduces the slice that this rank leads (see `Hierarchy`): first inside the node, then between the slice's leaders.
 
-    Then this class copies the result to all ranks of this node.
+    Then the result is copied to all ranks of this node.
 
     Args:
-        node: the group's ranks on this node, with their shared memory.
+        node: the group's ranks on this node.
         between: the transport between the leaders of this rank's slice. None: this rank leads no slice.
         ranks: the number of ranks in the group.
     """
@@ -40,7 +40,7 @@ class NodeReduction:
         self._may_stage = True
 
     def stage(self, call: Call) -> Segment | None:
-        """Return the shared memory to which tensors are copied (the stage). If there is no stage, all ranks return None."""
+        """Return the stage: the shared memory to which tensors are copied. If there is no stage, all ranks return None."""
         # If the stage could not be made once, this was so on all ranks. Do not try again.
         if self._stage is None and self._may_stage:
             self._stage = self._node.segment(STAGE_BYTES, call)
@@ -89,7 +89,7 @@ class HierarchicalInWindow(WindowAlgorithm):
     """Reduces tensors that are in a window on every node.
 
     Args:
-        node: the group's ranks on this node, with their shared memory.
+        node: the group's ranks on this node.
         signature: the signature of the calls.
         reduction: reduces the slice that this rank leads.
     """
@@ -110,12 +110,11 @@ class HierarchicalInWindow(WindowAlgorithm):
 class Hierarchical(Algorithm):
     """Reduces tensors that are in no window. The tensors are copied, piece by piece, to shared memory (the stage).
 
-    For each piece, the ranks wait for one another twice. Other ranks use this rank's part of the stage only between these two
-    waits.
+    Cost: for each piece, the ranks wait for one another twice.
 
     Args:
-        node: the group's ranks on this node, with their shared memory.
-        reduction: reduces the slice for which this rank is responsible, and allocates the stage.
+        node: the group's ranks on this node.
+        reduction: reduces the slice that this rank leads, and allocates the stage.
     """
 
     name = "hierarchical"

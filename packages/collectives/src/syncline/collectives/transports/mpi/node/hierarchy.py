@@ -18,10 +18,10 @@ def split_by_node(communicator: MPI.Intracomm) -> MPI.Comm:
 
 
 class Hierarchy:
-    """The ranks of a group in two levels: inside each node, and across the nodes. The constructor is a collective.
+    """The ranks of a group in two levels: inside each node, and across the nodes. All ranks call the constructor together.
 
-    An all-reduce divides the tensor into slices. On each node, each slice has one rank as its leader. The leader reduces the
-    slice inside the node, and then together with the leaders of this slice on the other nodes::
+    An all-reduce divides the tensor into slices. On each node, one rank leads each slice. The leader reduces the slice inside
+    the node, and then with the leaders of this slice on the other nodes::
 
         node 0      node 1      node 2
         rank 0 ---- rank 3 ---- rank 5     leaders of slice 0
@@ -37,7 +37,7 @@ class Hierarchy:
         nodes: the number of nodes.
         shares_memory: whether any node has more than one rank of the group.
         fence: this processor's memory fence, which a `ShmBarrier` needs. If one rank has no fence, all ranks have None.
-        leaders: the number of leaders on each node. The first ranks of each node are its leaders, and each leads one slice.
+        leaders: the number of leaders on each node, which are the first ranks of the node.
         inter_node: a communicator of the leaders of this rank's slice, one leader on each node. None if this rank leads no
             slice, if there is only one node, or if each node has only one rank.
     """

@@ -1,4 +1,4 @@
-"""`NodeTransport` runs collectives in the shared memory of a node if this is faster. Otherwise it uses MPI."""
+"""`NodeTransport` runs a collective in the shared memory of a node, or by MPI, whichever is faster."""
 
 from __future__ import annotations
 
@@ -51,15 +51,14 @@ _OPERATIONS = {
 
 
 class NodeTransport(MPITransport):
-    """An `MPITransport` that uses shared memory between ranks of a node if this is faster; see `plan.choose`.
+    """An `MPITransport` that also uses the shared memory of a node. `plan.choose` selects the algorithm of each call.
 
     Args:
         communicator: as in `MPITransport`.
-        reproducible: as in `MPITransport`. If True and there are several nodes, all reductions use MPI, because in shared
-            memory the order of additions depends on the placement of ranks on nodes.
-        thresholds: the smallest size for each algorithm. The thresholds are the same on all ranks.
-        piece_bytes: the size of the largest piece that a rank sends in a ring between nodes. The value is the same on all
-            ranks. None: the result of `largest_piece_bytes` on this rank.
+        reproducible: as in `MPITransport`. If True and there are several nodes, all reductions use MPI.
+        thresholds: the smallest size for each algorithm; equal on all ranks.
+        piece_bytes: the size of the largest piece that a rank sends in a ring between nodes; equal on all ranks. None: the
+            result of `largest_piece_bytes` on this rank.
         split: makes the communicator of this rank's node.
         ranks_on_node: how many ranks of the job are on this node. None: as many as the group has on this node.
     """
@@ -113,11 +112,11 @@ class NodeTransport(MPITransport):
 
     @property
     def compares_every_call(self) -> bool:
-        """Whether all ranks are on one node and have a barrier in shared memory. This barrier also compares the calls."""
+        """Whether a barrier in shared memory compares every call. For this, all ranks must be on one node."""
         return self._capabilities.nodes == 1 and self._capabilities.has_barrier
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor:
-        """Allocate a window filled with zeros if ranks share a node and the tensor is large. Else allocate plain memory."""
+        """Allocate a window filled with zeros if ranks share a node and the tensor is large; otherwise plain memory."""
         capabilities = self._capabilities
         # With several nodes, reproducible reductions never use windows.
         is_used = capabilities.shares_memory and (capabilities.nodes == 1 or not capabilities.reproducible)
@@ -134,7 +133,7 @@ class NodeTransport(MPITransport):
         return self._node.sync(call)
 
     def barrier(self, call: Call) -> None:
-        """Wait for all ranks. If all ranks are on one node, they wait in shared memory; otherwise they use MPI's barrier."""
+        """Wait for all ranks: in shared memory if all ranks are on one node, otherwise by MPI's barrier."""
         # In shared memory, a comparison of the call is fast, and it is also a barrier.
         if self._capabilities.nodes == 1 and self._capabilities.shares_memory:
             self.sync(call).compare(call)
@@ -196,7 +195,7 @@ class NodeTransport(MPITransport):
         self._node.give_up()
 
     def interrupt(self) -> None:
-        """As `MPITransport.interrupt`. This method also revokes the communicators inside and between nodes."""
+        """As `MPITransport.interrupt`. Also revoke the communicators inside and between nodes."""
         super().interrupt()
         revoke((self._hierarchy.node, self._hierarchy.inter_node))
 
@@ -205,7 +204,7 @@ class NodeTransport(MPITransport):
         self.give_up()
 
     def close(self) -> None:
-        """Free all communicators. Shared memory stays as long as there are tensors in this memory."""
+        """Free all communicators. A window stays as long as the program has tensors in the window."""
         self._staging.forget()
         self._node_reduction.forget()
         self._node.forget()

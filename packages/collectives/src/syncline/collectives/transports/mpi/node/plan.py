@@ -1,4 +1,4 @@
-"""`NodePlan` runs the calls of one signature, for ranks that may share a node. `choose` selects the algorithm."""
+"""`NodePlan` runs the calls of one signature on ranks that may share a node. `choose` selects the algorithm."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Operation(enum.Enum):
 
 
 class Capabilities(NamedTuple):
-    """Facts about a group, from which `choose` selects an algorithm. The facts are the same on all ranks.
+    """Facts about a group, from which `choose` selects an algorithm. All ranks have equal facts.
 
     Attributes:
         ranks: the number of ranks.
@@ -73,8 +73,7 @@ class Size(NamedTuple):
     """The size of a call, in bytes.
 
     Attributes:
-        whole: the size of the call's larger tensor. If the call has a block (a tensor with one part for each rank), the block
-            is the larger tensor.
+        whole: the size of the call's larger tensor, for example of the output of an all-gather.
         shown: the size of the data that other ranks read from a rank.
     """
 
@@ -83,7 +82,7 @@ class Size(NamedTuple):
 
 
 def size_of(operation: Operation, part_bytes: int, ranks: int) -> Size:
-    """Return the size of a call. `part_bytes` is the size of the call's tensor, or of one rank's part of the call's block."""
+    """Return the size of a call. `part_bytes` is the size of the call's only or smaller tensor."""
     has_block = operation in (Operation.REDUCE_SCATTER, Operation.ALL_GATHER)
     whole = part_bytes * (ranks if has_block else 1)
     return Size(whole, part_bytes if operation is Operation.ALL_GATHER else whole)
@@ -98,7 +97,7 @@ def choose(
         operation: the collective.
         size: the size of the call.
         capabilities: the facts about the group.
-        thresholds: the sizes in bytes at which the choice changes. The thresholds are the same on all ranks.
+        thresholds: the sizes in bytes at which the choice changes; equal on all ranks.
         is_native: whether MPI itself can do the reduction.
     """
     # If no ranks share memory, or there is nothing to move, use MPI.
@@ -118,10 +117,7 @@ def choose(
 
 
 def slot_bytes(capabilities: Capabilities, thresholds: AlgorithmThresholds) -> int:
-    """Return the size in bytes of a rank's slot in the eager algorithm.
-
-    The size is a multiple of 64. If the group has no slots, the size is 0.
-    """
+    """Return the size in bytes of a rank's slot in the eager algorithm: a multiple of 64, or 0 if the group has no slots."""
     others = capabilities.ranks - 1
     # Without a barrier, or across nodes, no rank sees another rank's slot. With many ranks, reading all slots costs too much.
     if capabilities.nodes > 1 or not capabilities.has_barrier or not 0 < others < MOST_EAGER_RANKS:
@@ -130,10 +126,7 @@ def slot_bytes(capabilities: Capabilities, thresholds: AlgorithmThresholds) -> i
 
 
 def may_be_in_window(operation: Operation, size: Size, capabilities: Capabilities, thresholds: AlgorithmThresholds) -> bool:
-    """Whether a call of this size is faster in a window.
-
-    If so, and if the group has a window, all ranks compare the places of their tensors.
-    """
+    """Whether a call of this size is faster in a window. If so, the ranks must compare the places of their tensors."""
     # A comparison of places costs one exchange. For a small tensor, a window saves less than that.
     if not capabilities.shares_memory or size.whole == 0 or size.whole < thresholds.window_bytes:
         return False
@@ -184,11 +177,10 @@ class _Entry(NamedTuple):
 class Windows:
     """The windows of this process: the shared segments in which tensors were allocated.
 
-    Each place has a key, which is an address in a virtual space. In this space, all segments come one after the other, in the
-    order in which they were made. All ranks make the same segments in the same order, so all ranks have the same keys. A key
-    has 63 bits, enough for 8 EiB of allocations.
+    Each place in a window has a key, an integer. All ranks make the same segments in the same order, so equal places have equal
+    keys on all ranks. A key is never used again.
 
-    This object keeps no segment alive. When the last tensor of this rank in a segment is freed, the segment is freed, too.
+    This object keeps no segment alive. A segment is freed with the last tensor of this rank in the segment.
     """
 
     def __init__(self) -> None:
@@ -208,9 +200,9 @@ class Windows:
             self._know(sorted((*alive, entry), key=lambda known: known.start))
 
     def key_of(self, tensor: torch.Tensor) -> int:
-        """Return the key of a contiguous tensor's place, or `NOWHERE` if the tensor is not in this rank's part of a segment.
+        """Return the key of a contiguous tensor's place, or `NOWHERE` if the tensor is not in this rank's part of a window.
 
-        Two ranks get the same key if and only if their tensors are at the same place. Keys are never used again.
+        Two ranks get the same key if and only if their tensors are at the same place.
         """
         starts, entries = self._known
         address = tensor.data_ptr()
@@ -226,7 +218,7 @@ class Windows:
         return first_key + address - start
 
     def place(self, key: int) -> Place:
-        """Return the place with this key. The key comes from `key_of`, and a tensor must still be at this place."""
+        """Return the place with this key, which comes from `key_of`. A tensor must still be at this place."""
         for entry in self._known[1]:
             segment = entry.segment()
             if segment is not None and 0 <= key - entry.first_key <= entry.part_bytes:
@@ -245,12 +237,12 @@ class Windows:
 
 
 class NodeMemory:
-    """Makes segments, which are memory that the ranks of a node share. Also lists the windows, which are segments with tensors.
+    """Makes segments, which are memory that the ranks of a node share. Windows are the segments that hold tensors.
 
     Args:
         hierarchy: knows which ranks share a node.
         communicator: a private communicator of the whole group.
-        messages: lets all ranks of the group wait for one another by MPI (see `MessageSync`).
+        messages: lets all ranks of the group wait for one another by MPI messages.
     """
 
     def __init__(self, hierarchy: Hierarchy, communicator: MPI.Intracomm, messages: MessageSync) -> None:
@@ -262,13 +254,13 @@ class NodeMemory:
 
     @property
     def has_windows(self) -> bool:
-        """Whether `allocate` was ever successful. The value is the same on all ranks."""
+        """Whether `allocate` has ever succeeded. The value is the same on all ranks."""
         return self._has_windows
 
     def allocate_segment(self, part_bytes: int, call: Call) -> Segment | None:
         """Make a segment on each node, with a part for each rank of the node. Return this node's segment.
 
-        All ranks call this method. If it fails, all ranks return None.
+        All ranks call this method. If the allocation fails, all ranks return None.
         """
         try:
             with mpi_errors():
@@ -279,9 +271,9 @@ class NodeMemory:
             return None
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor | None:
-        """Make a window, and return this rank's tensor in the window, filled with zeros. If this fails, all ranks return None.
+        """Make a window, and return this rank's tensor in the window, filled with zeros.
 
-        All ranks call this method.
+        All ranks call this method. If the allocation fails, all ranks return None.
         """
         segment = self.allocate_segment(numel * dtype.itemsize, call)
         if segment is None:
@@ -306,14 +298,14 @@ class NodeMemory:
 
 
 class Node:
-    """A group's ranks on this node, with their shared memory and the objects with which the ranks wait for one another.
+    """A group's ranks on this node, and the shared memory of these ranks.
 
-    The ranks make the barrier in shared memory at their first call. A group that never communicates has no barrier.
+    The first call on the group makes a barrier in shared memory.
 
     Args:
         hierarchy: knows which ranks share a node.
         communicator: a private communicator of the whole group.
-        messages: lets all ranks of the group wait for one another by MPI (see `MessageSync`).
+        messages: lets all ranks of the group wait for one another by MPI messages.
         local_messages: like `messages`, but only for the ranks of this node.
         slot_bytes: the size of an eager slot; a multiple of 64, or 0.
         ranks_on_node: the number of the job's ranks on this node.
@@ -339,24 +331,17 @@ class Node:
         self._shared: SharedSync | None = None
 
     def sync(self, call: Call) -> Sync:
-        """Return the object with which all ranks of the group wait for one another.
-
-        All ranks call this method together, because the first call may make a barrier in shared memory.
-        """
+        """Return the object with which all ranks of the group wait for one another. All ranks call this method together."""
         return self._messages if self.hierarchy.nodes > 1 else self.shared_sync(call) or self._messages
 
     def local_sync(self, call: Call) -> Sync:
-        """Return the object with which the ranks of this node wait for one another.
-
-        All ranks of the group call this method together, because the first call may make a barrier in shared memory.
-        """
+        """Return the object with which the ranks of this node wait for one another. All ranks of the group call this method."""
         return self.shared_sync(call) or self._local_messages
 
     def shared_sync(self, call: Call) -> SharedSync | None:
         """Return the object with which the ranks of this node wait for one another in shared memory.
 
-        The first call makes this object. If this fails, all ranks return None. All ranks of the group call this method
-        together.
+        All ranks of the group call this method together. The first call makes the object. If this fails, all ranks return None.
         """
         if self._shared is None and self._fence is not None:
             # Making the sync is a collective, so first make sure that all ranks are here, for the same call.
@@ -375,7 +360,7 @@ class Node:
         return self._shared
 
     def segment(self, part_bytes: int, call: Call) -> Segment | None:
-        """Make new memory with a part for each rank of a node. If this fails, all ranks return None.
+        """Make new memory with a part for each rank of a node. If the allocation fails, all ranks return None.
 
         All ranks of the group call this method together.
         """
@@ -393,12 +378,11 @@ class Node:
 
 
 class Algorithm(ABC):
-    """Moves the data of calls of one signature, for tensors in any memory.
+    """Moves the data of calls of one signature. The tensors may be in any memory.
 
     Attributes:
         name: the name of the algorithm for logs.
-        compares: whether the ranks must compare the call before `run`. False if the algorithm itself compares the call, or if
-            the call needs no comparison.
+        compares: whether the ranks must compare the call before `run`.
     """
 
     name: str
@@ -407,7 +391,7 @@ class Algorithm(ABC):
     def is_ready(self, call: Call) -> bool:
         """Whether the algorithm has the shared memory that it needs. The first call makes this memory.
 
-        All ranks call this method together, and get the same result.
+        All ranks call this method together, and get the same answer.
         """
         return True
 
@@ -417,10 +401,10 @@ class Algorithm(ABC):
 
 
 class ByMPI(Algorithm):
-    """Runs the collective of the `MPITransport`, without shared memory: MPI's own collective, or a ring of MPI messages.
+    """Runs a collective of an `MPITransport`, without shared memory.
 
     Args:
-        transport: the transport with the collective.
+        transport: the transport.
         signature: the signature of the calls.
         name: "MPI" or "ring".
         compares: as in `Algorithm`.
@@ -437,7 +421,7 @@ class ByMPI(Algorithm):
 
 
 class WindowAlgorithm(ABC):
-    """Runs the calls of one signature if the tensors of all ranks are in a window, at the same place.
+    """Runs calls of one signature. The tensors of all ranks must be in a window, at the same place.
 
     Attributes:
         name: the name of the algorithm for logs.
@@ -450,7 +434,7 @@ class WindowAlgorithm(ABC):
         """As `Plan.run`, but with a place in a window instead of the argument `whole`.
 
         Args:
-            place: the key of the place, from `Windows.key_of`. The key is the same on all ranks.
+            place: a key from `Windows.key_of`; equal on all ranks.
             part: as in `Plan.run`. An all-reduce ignores `part`, because the tensor is at `place`.
             call: as in `Plan.run`.
         """
@@ -460,12 +444,11 @@ class NodePlan(Plan):
     """Runs the calls of one signature, for ranks that may share memory.
 
     [1] The ranks compare the call and the places of their tensors.
-    [2] If all tensors are at the same place of a window, the algorithm `in_window` moves the data.
-    [3] Otherwise `algorithm` moves the data. If the memory for this algorithm cannot be made, the plan uses `by_mpi` from then
-        on.
+    [2] If all tensors are at the same place of a window, `in_window` moves the data.
+    [3] Otherwise `algorithm` moves the data. If its shared memory cannot be made, `by_mpi` replaces it for ever.
 
     Args:
-        node: the group's ranks on this node, with their shared memory.
+        node: the group's ranks on this node.
         algorithm: the algorithm for tensors in no window.
         by_mpi: the algorithm that needs no shared memory.
         in_window: the algorithm for tensors in a window; None if a window would not make these calls faster.

@@ -1,4 +1,4 @@
-"""Make memory that the ranks of each node share. Either all nodes get this memory, or no node gets this memory."""
+"""Make memory that the ranks of each node share. Either all nodes get this memory, or no node gets it."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ def allocate_shared(hierarchy: Hierarchy, communicator: MPI.Intracomm, part_byte
 class _Allocation:
     """One rank's steps to make a file that all ranks of its node share. `run` runs an MPI operation to its end.
 
-    If a step fails on a rank, the rank still takes part in all later collectives, so that no other rank waits for it. The rank
-    reports its problem afterwards.
+    If a step fails on a rank, the rank still takes part in all later collectives, and reports its problem afterwards.
     """
 
     def __init__(self, node: MPI.Intracomm, part_bytes: int, run: Run) -> None:
@@ -63,13 +62,11 @@ class _Allocation:
         self._file = -1
 
     def segment(self) -> Segment | None:
-        """Make the segment. Return None if this rank failed.
-
-        Each rank reserves its own part, so the part's memory is close to the rank's core.
-        """
+        """Make the segment. Return None if this rank failed."""
         origin = self._create()
         if origin is not None and self._open(*origin):
             with self._recording():
+                # Each rank reserves its own part, so the part's memory is close to the rank's core.
                 reserve(self._file, self._part_bytes, self._node.Get_rank())
                 segment = Segment(self._file, self._node.Get_size(), self._part_bytes, self._node.Get_rank())
                 segment.use_huge_pages()
@@ -104,7 +101,7 @@ class _Allocation:
         return self._all_gather(None if self._file < 0 else (os.getpid(), self._file, name))[0]
 
     def _open(self, pid: int, file: int, name: str) -> bool:
-        """Open the file through /proc of the first rank, or get it over a socket. Returns whether this rank has it."""
+        """Open the file through /proc of the first rank, or get it over a socket. Return whether this rank has it."""
         if not self._is_first:
             with self._recording():
                 self._file = open_peer_fd(pid, file, name)
@@ -155,7 +152,7 @@ def _check_room(room: Room | None, part_bytes: int) -> None:
 
 
 def _agree(communicator: MPI.Intracomm, problem: str, run: Run) -> None:
-    """A collective. If any rank has a problem, all ranks raise an error.
+    """Raise an error on all ranks if any rank has a problem. All ranks call this function.
 
     Cost: one reduction. If there is a problem, also an exchange of all ranks' texts.
     """
@@ -171,8 +168,8 @@ def probe_shared_memory() -> str:
     """Test shared memory: each rank reads data from the other ranks of its node. Every rank of the job calls this function.
 
     Returns:
-        The result as text, which is the same on all ranks. The text begins with "yes" or "no", or with "nothing" if every rank
-        is alone on its node.
+        The result as text, equal on all ranks. The text begins with "yes" or "no", or with "nothing" if every rank is alone on
+        its node.
     """
     with mpi_errors():
         communicator = MPI.COMM_WORLD.Dup()

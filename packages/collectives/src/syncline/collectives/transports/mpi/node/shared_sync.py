@@ -1,7 +1,4 @@
-"""`SharedSync` lets the ranks of a node wait for one another and compare calls in shared memory.
-
-The ranks also exchange small tensors in this memory.
-"""
+"""`SharedSync` lets the ranks of a node wait for one another and compare calls in shared memory."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ class GaveUpError(Exception):
 
 
 class ShmBarrier:
-    """A barrier in shared memory for the ranks of a node. The barrier compares calls, and has eager slots for small tensors.
+    """A barrier in shared memory for the ranks of a node. It also compares calls, and has eager slots for small tensors.
 
     Note [Arrivals in turn]
     ~~~~~~~~~~~~~~~~~~~~~~~
@@ -57,37 +54,34 @@ class ShmBarrier:
     3. Wait until all other ranks have written k.
     4. Read the slots of the other ranks.
 
-    No rank has to signal that it has finished reading, because a rank writes the same slot and line only for arrival k + 2.
-    Before this arrival, all ranks have come to arrival k + 1, so they have finished reading the data of arrival k.
+    A rank writes the same slot and line again for arrival k + 2. By then, all ranks have come to arrival k + 1, so they have
+    read the data of arrival k.
 
     Note [Order in memory]
     ~~~~~~~~~~~~~~~~~~~~~~
-    A rank that has seen number k of another rank must also see everything that the other rank wrote before. A processor may
-    reorder reads and writes, so `arrive` has two full fences. No read or write crosses a fence.
+    A rank that sees number k of another rank must also see everything that the other rank wrote before. A processor may reorder
+    reads and writes, so `arrive` has two full fences. No read or write crosses a fence.
 
-    [1] A rank passes this fence before it writes its number. So all earlier reads and writes of the rank come before its
-        number.
-    [2] A rank passes this fence after it has seen all numbers. So all later reads and writes of the rank come after these
-        numbers.
+    [1] A rank passes this fence before it writes its number.
+    [2] A rank passes this fence after it has seen all numbers.
 
     A rank reads new data: rank A writes data, passes fence [1], and writes its number. Rank B reads this number, passes fence
-    [2], and reads the data. So B reads A's new data.
+    [2], and reads the data.
 
     No rank overwrites a slot too early: A reads B's slot of arrival k, passes fence [1], and writes its number k + 1. B reads
-    this number, passes fence [2], and writes its slot for arrival k + 2. So A has read the data of arrival k before B
-    overwrites it.
+    this number, passes fence [2], and writes its slot for arrival k + 2.
 
     A number is an aligned word of 64 bits, which a processor writes in one piece.
 
-    x86 needs no instruction for a fence here. x86 keeps the order of reads, the order of writes, and the order of a read before
-    a write. x86 may execute a write after a later read, but no step above needs the order of a write before a read.
+    x86 needs no instruction for a fence here. x86 may execute a write after a later read, but no step above needs the order of
+    a write before a read.
 
     Args:
         segment: the memory, with a part of `barrier_bytes(slot_bytes)` for each rank of the node.
         slot_bytes: the size of an eager slot; a multiple of 64.
-        progress: called while this rank waits, so that the MPI library makes progress. This is necessary because another rank
-            may wait for a message from this rank before it comes to the barrier.
-        fence: this processor's memory fence: see `find_fence`.
+        progress: called while this rank waits, so that the MPI library makes progress. Another rank may need a message of this
+            rank before it comes to the barrier.
+        fence: this processor's memory fence, from `find_fence`.
         has_own_core: whether there is a core for every rank of the job on this node.
     """
 
@@ -114,11 +108,9 @@ class ShmBarrier:
         self._has_given_up = False
 
     def slots(self, turn: int, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> list[torch.Tensor]:
-        """Return, for each rank, a flat tensor of `numel` elements in its slot number `turn`. `numel` is at least 1.
+        """Return, for each rank, a flat tensor of `numel` elements in its eager slot `turn`. `numel` is at least 1.
 
-        Each rank has two eager slots, 0 and 1. Arrival k uses slot k mod 2.
-
-        Write this rank's slot before `arrive`, and read the slots of the other ranks after `arrive`.
+        Arrival k uses slot k mod 2. Write this rank's slot before `arrive`, and read the slots of other ranks after `arrive`.
         """
         with torch.inference_mode(False):  # the tensors are kept for later calls, which may be outside of this mode
             return self._segment.rows(_HEAD_BYTES + turn * self.slot_bytes + offset_bytes, numel, dtype)
@@ -126,9 +118,13 @@ class ShmBarrier:
     def arrive(self, scope: CancelScope, digest: int = 0, place: int = NOWHERE) -> tuple[bool, bool]:
         """Return when all ranks have arrived.
 
+        Args:
+            scope: the time limit, which can also be cancelled.
+            digest: the digest of this rank's call; 64 bits.
+            place: the key of this rank's tensor from `Windows.key_of`, or `NOWHERE`.
+
         Returns:
-            Two answers: whether `digest` is the same on all ranks, and whether `place` is the same on all ranks and is not
-            `NOWHERE`. `digest` and `place` have 64 bits.
+            Whether `digest` is equal on all ranks, and whether `place` is equal on all ranks and not `NOWHERE`.
 
         Raises:
             GaveUpError: a rank will not come, or `give_up` was called on this rank.
@@ -163,9 +159,7 @@ class ShmBarrier:
     def give_up(self) -> None:
         """Tell all ranks that this rank does not come to the barrier any more. Any thread may call this method.
 
-        If this rank still waits at its latest arrival, it takes this arrival back, because it makes no call after the barrier.
-        If this rank has already seen all other ranks at this arrival, the arrival stays, because other ranks may not have seen
-        it yet.
+        If this rank still waits at its latest arrival, the arrival is taken back.
         """
         self._has_given_up = True
         # A mark is the negative number of an arrival to which this rank does not come. Ranks may still wait for an earlier
