@@ -3,9 +3,8 @@
 A host's name does not help: it may resolve to 127.0.1.1, to nothing, or to an address that leads nowhere.
 
 So rank 0 opens a "door" at each of its addresses: a listening socket that sends a secret word to each peer. All other ranks try
-all doors, and report which doors they have reached. The first door that every rank has reached gives the address of rank 0.
-Each other rank gets the address of its own end of the connection to this door. (The word shows that rank 0 has answered: a
-proxy may accept any connection, and several hosts may have the same address.)
+all doors. The first door that every rank has reached gives the address of rank 0. Each other rank gets the address of its own
+end of the connection to this door. (Without the word, a proxy, or another host with the same address, could answer unnoticed.)
 """
 
 from __future__ import annotations
@@ -191,7 +190,7 @@ class Tried:
     Attributes:
         host: the name of the rank's host.
         own: for the number of each door that the rank has reached, the address of the rank's own end of the connection.
-        failed: for the number of each other door, the reason, in words, why the rank did not reach this door.
+        failed: for the number of each other door, the reason, in words.
     """
 
     host: str = field(default_factory=socket.gethostname)
@@ -252,7 +251,7 @@ def agreed_addresses(places: Sequence[Place], tried: Mapping[int, Tried]) -> dic
     """Return, for each rank, the address at which the other ranks reach this rank. A pure function.
 
     Args:
-        places: the doors of rank 0. A door is an address and a port at which rank 0 listens.
+        places: the address and the port of each door of rank 0 (see `Doors`).
         tried: for each rank except 0, the doors that the rank has reached.
 
     Raises:

@@ -40,12 +40,12 @@ class ConnectRequest:
             `recv` as long as the new group lives.
         check_calls: whether the ranks must compare each collective before it starts. A backend that cannot do this must refuse
             to connect.
-        thresholds: the sizes of tensors that decide which algorithm a collective uses, for a backend with several algorithms.
+        thresholds: the sizes of tensors that decide which algorithm a collective uses.
         stall_warning_s: after this many seconds in one call, rank 0 logs which rank waits for which rank. 0 means never.
         communicator: an mpi4py communicator, whose ranks become the ranks of the group. None means all ranks of the MPI job.
         interfaces: the network interfaces on which ranks of several hosts meet, and on which Gloo communicates; if empty, the
             backend finds interfaces.
-        spin_s: for a backend that polls: how long a waiting rank polls before it begins to sleep between two polls.
+        spin_s: how many seconds a waiting rank polls before it begins to sleep between two polls.
         joins: whether this process starts later than the other ranks, and waits until they let it in (`ProcessGroup.admit`).
         devices: the types of device whose tensors the group will get, such as {"cpu"}. None means all types that the backend
             serves.

@@ -123,11 +123,7 @@ _OF_A_MANAGER = (_FLUX, _PALS, _JSM, _SLURM, _PMIX)
 def detect_launch(environ: Mapping[str, str], *, is_given: bool = False) -> Launch | None:
     """Read the launcher's variables from the environment. Return None if no launcher started this process. A pure function.
 
-    See Note [Order of launchers].
-
-    Args:
-        environ: the environment variables.
-        is_given: whether the caller has passed rank and world size. Then incomplete variables are no error.
+    See Note [Order of launchers]. If `is_given` (the caller has passed rank and world size), incomplete variables are no error.
 
     Raises:
         LaunchError: a variable is not a number, or the rank is not below the world size. Or two launchers describe this process
@@ -210,11 +206,8 @@ _OF_A_JOB = (
 def take_launch(environ: MutableMapping[str, str], *, is_given: bool = False) -> Launch | None:
     """Call `detect_launch`. If it finds a launcher, mark in `environ` that this process is the rank that the launcher started.
 
-    A child process inherits the mark, and knows by it that it is not itself the rank. See Note [The place of a process].
-
-    Args:
-        environ: the environment variables; the mark is the variable SYNCLINE_PLACE.
-        is_given: whether the caller has passed rank and world size. Then a child of a rank gets None instead of an error.
+    A child process inherits the mark (the variable SYNCLINE_PLACE), so it knows that it is not the rank. See Note [The place of
+    a process]. If `is_given` (the caller has passed rank and world size), a child of a rank gets None instead of an error.
 
     Raises:
         LaunchError: this process is a child of a rank, or `detect_launch` raises the error.

@@ -45,18 +45,14 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
     Cost: with L ranks on this node, each rank sends L + 8 requests of fixed size to the store, for any number of ranks. A rank
     that waits sends more requests.
 
-    Args:
-        store: a store that only these ranks use, only for this call.
-        rank: this rank.
-        size: the number of ranks.
-        scope: the time limit of the whole function.
+    `scope` is the time limit of the whole function. Only these ranks may use `store`, and only for this call.
 
     Raises:
         TimeoutError: some ranks did not call this function in time; the error names them.
         DisagreementError: the ranks were given different sizes, or run different versions. Then all ranks raise this error. Or
             `size` ranks have met in the store before this rank came. Then only this rank raises this error.
         StoreError: the store failed.
-        BaseException: `scope` was cancelled; the exception is the reason that was given to `CancelScope.cancel`.
+        BaseException: `scope` was cancelled with this error.
     """
     mine = own_identity()
     node = None if mine is None else f"node/{mine.node}"
@@ -233,7 +229,7 @@ def address_by_group(group: ProcessGroup, interfaces: Sequence[str], timeout_s: 
 
 
 def _on_all(attempt: Callable[[], T], group: ProcessGroup) -> T:
-    """Call `attempt` on all ranks (a collective). If it raises a `LaunchError` on some ranks, all ranks raise a `LaunchError`."""
+    """Call `attempt` on all ranks (a collective). If it raises a `LaunchError` on any rank, all ranks raise a `LaunchError`."""
     found, problem = None, None
     try:
         found = attempt()

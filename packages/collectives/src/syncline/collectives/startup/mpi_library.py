@@ -71,8 +71,8 @@ def _load() -> None:
         return
     import mpi4py
 
-    # By default mpi4py starts MPI at the import. If the launcher belongs to another MPI, the library would then end the process,
-    # before the checks of this module can run.
+    # By default mpi4py starts MPI at the import. If the launcher belongs to another MPI, the library would then end the
+    # process, before the checks of this module can run.
     asked = mpi4py.rc.initialize, mpi4py.rc.finalize
     if mpi4py.rc.initialize in (True, "yes"):
         mpi4py.rc.initialize = False
@@ -173,11 +173,7 @@ LEAST_SHM_BYTES = 64 << 20
 def launcher_conflict(environ: Mapping[str, str], vendor: str, version: tuple[int, ...], is_from_pypi: bool) -> str | None:
     """Return a text that says why the launcher cannot start this MPI library, and the remedy; else None. A pure function.
 
-    Args:
-        environ: the environment variables.
-        vendor: the library's name from `MPI.get_vendor`, such as "Open MPI".
-        version: the library's version, such as (5, 0, 11).
-        is_from_pypi: whether pip installed the library, and not the site.
+    `vendor` and `version` are from `MPI.get_vendor`. `is_from_pypi` says whether pip installed the library.
     """
     manager = process_manager(environ)
     is_certain = is_from_pypi or (vendor == "Open MPI" and version >= (5,))  # every build of Open MPI 5 has only PMIx

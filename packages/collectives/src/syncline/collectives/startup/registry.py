@@ -32,9 +32,8 @@ def load_backend(name: str) -> Backend:
 
     Raises:
         InvalidArgumentError: the name has a colon, but is not of this form.
-        UnknownBackendError: no installed package offers the backend; the message lists the backends that exist.
-        BackendUnavailableError: two packages offer the backend, its module cannot be imported, or the object is not a
-            `Backend`.
+        UnknownBackendError: no installed package offers the backend; the message lists the installed backends.
+        BackendUnavailableError: two packages offer the backend, or it cannot be imported, or it is not a `Backend`.
     """
     if ":" in name:
         return PerDeviceBackend({device: load_backend(backend) for device, backend in devices_and_backends(name).items()})
@@ -112,9 +111,9 @@ def choose_backend(
         argument: the `backend` argument of `init_process_group`.
         environ: the environment variables.
         launch: the values that the launcher gave this process; None if there is no launcher.
-        missing: for a backend's name, returns the reason why this backend cannot work, or None; see `what_is_missing`.
+        missing: returns the reason why a backend cannot work, or None; see `what_is_missing`.
         scheme: the scheme of the `init_method`.
-        rendezvous_given: whether the caller said how the ranks meet, by an `init_method`, a store or a world size.
+        rendezvous_given: whether the caller passed an `init_method`, a store or a world size.
         settings: the settings from the site file.
 
     Raises:

@@ -144,8 +144,8 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
         return _left_at_exit(file_rendezvous(parse_folder(init_method), rank, size, timeout=timeout_s))
     if scheme == "tcp":
         return _over_tcp(parse_address(init_method), rank, timeout_s, environ)
-    # Use torch's rendezvous only here: TCPStore listens on all addresses and asks for no credential, and FileStore reads data of
-    # an earlier run. But torchrun's agent has already opened a TCPStore.
+    # Use torch's rendezvous only here: TCPStore listens on all addresses and asks for no credential, and FileStore reads data
+    # of an earlier run. But torchrun's agent has already opened a TCPStore.
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         logger.debug("rank %d of %d: rendezvous in the store of torchrun's agent", rank, size)
         store: dist.Store = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))[0]
@@ -184,13 +184,10 @@ def loopback_host(init_method: str, environ: Mapping[str, str] = os.environ) -> 
 
 
 def find_secret(secret_file: str | None, environ: Mapping[str, str], host: str = "") -> str:
-    """Return the secret that only the ranks of the job know.
+    """Return the secret that only the ranks of the job know: from SYNCLINE_SECRET in `environ`, or from the file `secret_file`.
 
-    Args:
-        secret_file: the path of the file with the secret, or None.
-        environ: the environment variables.
-        host: the host where the ranks meet. On a loopback address, without a file and without the variable SYNCLINE_SECRET, the
-            result is the secret of this user; see `user_secret`.
+    If there is neither, and `host`, where the ranks meet, is a loopback address, the result is the secret of this user; see
+    `user_secret`.
 
     Raises:
         LaunchError: there is no secret, there are two secrets, or other users could read the secret file.
@@ -234,12 +231,8 @@ def _over_tcp(address: Address, rank: int, timeout_s: float, environ: Mapping[st
 def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float, address: str | None = None) -> dist.Store:
     """Start a TCP store on rank 0 of `group`, and connect all ranks to this store. All ranks of the group call this function.
 
-    The store listens on one address, and on a port that the system chooses.
-
-    Args:
-        group: a group of the ranks.
-        timeout_s: the store's time limit in seconds.
-        address: the address at which the other ranks reach this rank. If None, the function calls `address_by_group`.
+    The store listens on a port that the system chooses. `address` is the address at which the other ranks reach this rank. If
+    it is None, the function calls `address_by_group`. `timeout_s` is the store's time limit in seconds.
 
     Raises:
         LaunchError: `address` is None, and `address_by_group` found no address. All ranks raise this error.

@@ -135,11 +135,7 @@ class LastWords:
 def last_words(who: str, did: str, error: BaseException, trace: TracebackType | None) -> LastWords:
     """Return the text that this rank prints for an uncaught exception. See Note [Who speaks].
 
-    Args:
-        who: this rank in words.
-        did: a verb for the text, such as "failed".
-        error: the exception.
-        trace: the exception's traceback.
+    `who` is this rank in words. `did` is a verb, such as "failed".
     """
     run = current_run()
     said_by = None if run is None else _who_spoke(run, error)
@@ -294,8 +290,7 @@ def is_first(name: str, began_s: float, folder: Path | None = None) -> bool:
     If so, this process counts as the one that has printed. Entries of other processes count for `FRESH_S` seconds.
 
     Args:
-        name: a key for the text that this process would print. Two processes have the same key only if they have the same
-            parent process and would print the same text.
+        name: a key for the text that this process would print, different for each parent process.
         began_s: when this process's run began, in seconds since the epoch: see `run_began_s`.
         folder: the folder of the file. None means the default of `private_folder`.
     """
@@ -305,13 +300,8 @@ def is_first(name: str, began_s: float, folder: Path | None = None) -> bool:
 def spoke_before(name: str, began_s: float, who: str | None, folder: Path | None = None) -> str | None:
     """Return the `who` of the process that has spoken (printed its error in full) for this name, or None.
 
-    If no process has spoken, and `who` is given, this process now counts as the one that has spoken.
-
-    Args:
-        name: see `is_first`. Ranks that are connected pass a key of their run.
-        began_s: see `is_first`.
-        who: this process in words, for the other processes. If None, the function writes nothing.
-        folder: see `is_first`.
+    If no process has spoken, and `who` (this process in words) is given, this process now counts as the one that has spoken.
+    `name`, `began_s` and `folder` are as in `is_first`. Ranks that are connected pass a key of their run as `name`.
     """
     try:
         with (private_folder(folder) / "spoken").open("a+") as file:

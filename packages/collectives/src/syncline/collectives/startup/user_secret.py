@@ -27,8 +27,7 @@ def is_loopback(host: str) -> bool:
 def user_secret(folder: Path | None = None) -> str:
     """Return the secret of this user on this machine. The first process that calls this function makes the secret.
 
-    Args:
-        folder: the folder of the secret's file; by default a folder of this user in the folder for temporary files.
+    `folder` is as in `private_folder`.
 
     Raises:
         LaunchError: the folder or the file belongs to another user, or other users can read it.
@@ -51,8 +50,7 @@ def user_secret(folder: Path | None = None) -> str:
 def private_folder(folder: Path | None = None) -> Path:
     """Return a folder on this machine that only this user can use. The function makes the folder if it does not exist.
 
-    Args:
-        folder: the folder; by default a folder of this user in the folder for temporary files.
+    By default, this is a folder of this user in the folder for temporary files.
 
     Raises:
         LaunchError: the folder belongs to another user, or other users can use it.

@@ -79,9 +79,9 @@ class GroupStore(ServedStore):
     def close(self) -> None:
         """Tell rank 0 that this rank will send no more requests, and close the group. A second call does nothing.
 
-        Rank 0 waits a few seconds at most until all other ranks have called `close`. `close` aborts the group if a rank does
-        not call `close` in time, if rank 0 is gone, or if an earlier call on this rank ended before its answer came. In a
-        forked child of a rank, `close` does nothing.
+        Rank 0 waits a few seconds at most until all other ranks have called `close`. The group is aborted if a rank does not
+        call `close` in time, if rank 0 is gone, or if an earlier call on this rank ended before its answer came. In a forked
+        child, `close` does nothing.
         """
         if os.getpid() != self._pid:
             return
@@ -151,7 +151,6 @@ class _Server:
             self._thread.start()
 
     def answer(self, client: int, message: bytes) -> bytes:
-        """Carry out one request of the rank `client`, and return the answer."""
         with self._lock:
             ((_, reply),) = self._service.request(client, message, time.monotonic())
             return reply

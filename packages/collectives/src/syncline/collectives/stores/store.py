@@ -30,14 +30,13 @@ class Store(ABC):
     """A handle on a table that all processes (or threads) of a job share. The keys are text, and the values are bytes.
 
     **Callers:** any thread of any process that has a handle may call a method, at any time. No method is a collective. A call
-    that waits in one thread does not block other threads that use the handle, or other processes.
+    that waits blocks no other thread and no other process.
 
     **Atomicity:** each call of `set`, `add`, `compare_set` or `delete_key` is atomic. All handles see these calls in the same
-    order. After the call has returned, every handle sees its effect. `check` and `wait` may look at their keys one after the
-    other.
+    order, and see their effects after the call has returned. `check` and `wait` may look at their keys one after the other.
 
-    **Values** are bytes. A str is stored as UTF-8, and a number as decimal text, as in torch: if `add` has returned 3, `get`
-    returns ``b"3"``.
+    **Values:** a str is stored as UTF-8, and a number as decimal text, as in torch: if `add` has returned 3, `get` returns
+    ``b"3"``.
 
     **Waiting** is limited by the `timeout` of the call. Without a `timeout`, the time limit of the handle applies.
 
@@ -103,11 +102,10 @@ class Store(ABC):
 
     @abstractmethod
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """Store `desired` if the value is `expected`. A key that does not exist counts as an empty value. As in torch.
+        """Store `desired` if the value is `expected`. A key that does not exist counts as an empty value.
 
-        Returns:
-            `desired` if it was stored, otherwise the key's value. If the key does not exist, and `expected` is not empty:
-            `expected`.
+        Returns, as in torch: `desired` if it was stored, otherwise the key's value. If the key does not exist and nothing was
+        stored, the result is `expected`.
         """
 
     @abstractmethod
@@ -181,13 +179,10 @@ def key_timeout(keys: Iterable[str], where: str, timeout_s: float) -> StoreTimeo
 
 
 def poll(done: Callable[[], bool], scope: CancelScope) -> bool:
-    """Call `done` until it returns true, at least once. Use `poll` if no event announces the change.
+    """Call `done` until it returns true, at least once. Return whether it did so before `scope` was over.
 
-    The pauses grow from 1 to 50 milliseconds. A random part is cut off, so that processes do not all call `done` at the same
+    The pauses grow from 1 to 50 milliseconds. They have a random part, so that processes do not all call `done` at the same
     time.
-
-    Returns:
-        Whether `done` returned true before `scope` was over.
     """
     pause_s = _FIRST_PAUSE_S
     while not done():

@@ -4,14 +4,12 @@ Note [A store that torch can hold]
 ----------------------------------
 Python classes can derive from `torch.distributed.Store`, but there are traps (measured with torch 2.13):
 
-* C++ looks for two methods under their C++ names, `deleteKey` and `getNumKeys`. `PrefixStore.clone` calls `clone`. All other
-  methods have the same name in C++ and Python.
+* C++ looks for two methods under their C++ names, `deleteKey` and `getNumKeys`. `PrefixStore.clone` calls `clone`.
 * torch asks `has_extended_api` before it calls `append`, `multi_get` or `multi_set`. The base class answers no.
 * C++ keeps only the C++ half of the object. When the last Python reference is dropped
   (``init_process_group(store=AsTorchStore(s))``), the Python half with the methods is freed, and the next call aborts with an
   internal assertion. So `AsTorchStore` keeps itself alive, until `release` or the end of the process.
-* The time limit is in the C++ half: if C++ calls `set_timeout`, Python does not see the call. So each call that waits reads the
-  limit from the C++ half.
+* The time limit is in the C++ half, and C++ may set it. So each call that waits reads the limit from the C++ half.
 * In torch, a limit of zero means that there is no limit.
 
 Note [Waiting in torch's stores]
@@ -26,7 +24,7 @@ Note [Set in torch's TCPStore]
 ------------------------------
 torch's TCPStore sends a `set` without an answer, so another handle may still see the old value afterwards (measured between two
 handles on one machine: 10 times in 5,000). The server answers the requests of a handle in order. So `FromTorchStore` sends one
-more request after a `set`, and waits for the answer to this request.
+more request after a `set`, and waits for its answer.
 """
 
 from __future__ import annotations
@@ -119,7 +117,6 @@ class FromTorchStore(Store):
     of a client that calls `add` on a value that is not a number.
 
     Args:
-        store: the store with the values.
         timeout: seconds or a timedelta; None takes the limit that `store` has now.
     """
 

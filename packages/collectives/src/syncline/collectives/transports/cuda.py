@@ -209,13 +209,11 @@ class CudaRuntime(DeviceRuntime):
 class StreamPool:
     """Lends each stream to one user, which may be any object. When Python frees the user, another user can get the stream.
 
-    Two users must not share a stream. For example, a send may be queued after a receive in one stream. If the peer answers only
-    after this send, both ranks wait for ever.
+    If two users shared a stream, a send could be queued behind a receive. If the peer answers only after this send, both ranks
+    wait for ever.
 
-    The pool never destroys a stream, because torch's allocator keeps memory for each stream handle.
-
-    Args:
-        make: makes a stream on a device, and returns its handle.
+    The pool never destroys a stream, because torch's allocator keeps memory for each stream handle. `make` makes a stream on a
+    device, and returns its handle.
     """
 
     def __init__(self, make: Callable[[torch.device], int]) -> None:

@@ -25,10 +25,8 @@ class DeviceTransport(Transport):
 
     Args:
         host: the transport for tensors in host memory, and for calls without a tensor.
-        rank: this process's rank in the group.
         device: copies tensors between the device and host memory.
-        direct: the transport for tensors of the device. None: copy these tensors to host memory, and move the copies with
-            `host`.
+        direct: the transport for tensors of the device. None: these tensors are copied, and `host` moves the copies.
     """
 
     def __init__(self, host: Transport, rank: int, device: DeviceRuntime, direct: Transport | None = None) -> None:
@@ -148,11 +146,7 @@ class StagedPlan(Plan):
 
     Args:
         plan: the host transport's plan for the same signature.
-        signature: the signature of the calls.
-        rank: this rank.
-        device: copies tensors between the device and host memory.
-        kept: makes a context manager for the host buffers. If the plan fails inside the context, these buffers stay alive for
-            ever.
+        kept: makes a context for the host buffers. If the plan fails inside the context, the buffers stay alive for ever.
     """
 
     def __init__(self, plan: Plan, signature: Signature, rank: int, device: DeviceRuntime, kept: Keep) -> None:

@@ -78,7 +78,6 @@ class GlooTransport(LibraryTransport):
     """Runs collectives of a torch Gloo group. Each call blocks until its collective is over.
 
     Args:
-        group: the torch group.
         store: the store in which subsets of the ranks meet.
         devices: the addresses or network interfaces where Gloo listens.
         liveness: finds out which ranks are lost; None if the processes of the ranks are not known.
@@ -251,9 +250,8 @@ def connect(
         rank: this rank.
         size: the number of ranks.
         name: the group's name.
-        scope: has the time limit for the meeting and the connection together.
-        devices: where Gloo listens on this rank (see `Devices`). By default, Gloo listens on `interfaces`, or at an address
-            that all ranks can reach.
+        scope: the time limit of the whole call.
+        devices: where Gloo listens on this rank. By default, Gloo uses `interfaces`, or an address that all ranks can reach.
         liveness: finds out which ranks are lost. None if the ranks do not know each other yet; then they first meet in the
             store.
         interfaces: see `ConnectRequest`.
@@ -453,12 +451,12 @@ def _hang_up() -> None:
 
     Note [Leaving while Gloo's thread drops a work]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    When a collective is over, Gloo's own thread may still hold the collective's work, and with it the last reference to a
-    tensor. On a busy machine the program may end before the thread drops the work. Then the thread finds no interpreter to drop
-    the tensor with, and aborts the process ("terminate called without an active exception").
+    When a collective is over, Gloo's own thread may still hold the collective's work and its tensors. If the program ends
+    first, the thread finds no interpreter to drop the tensors with, and aborts the process ("terminate called without an active
+    exception").
 
     Closing a group waits for Gloo's threads of this group. So we close the groups while there is an interpreter, but not while
-    a call is in flight: closing would wait for the call, up to its time limit.
+    a call is in flight: closing would wait for the call.
     """
     finish_all()
     for transport in _open if all_idle() else ():

@@ -71,10 +71,8 @@ class GlooReconnector(StoreReconnector):
 
     Args:
         store: the store in which the ranks met at the start of the job. It must still exist.
-        generation: the current members of the group, and the member number of this process.
-        job: the facts that newcomers must know.
-        connect: connects the members by Gloo, and returns the transport. The arguments are `(generation, liveness, store,
-            timeout_s)`. The store is used only during this call.
+        connect: connects the members by Gloo. The arguments are `(generation, liveness, store, timeout_s)`. `connect` uses the
+            store only during the call.
         lack: the reason why the members cannot meet again; None if they can.
         lack_for_newcomers: the reason why newcomers cannot join; None if they can.
     """

@@ -34,7 +34,6 @@ class _Receive:
         self.message: tuple[int, torch.Tensor] | None = None
 
     def matches(self, src: int, tag: int) -> bool:
-        """Whether this receive takes a message from rank `src` with this tag."""
         return tag == self._tag and self._src in (None, src)
 
 
@@ -332,7 +331,6 @@ class InProcessReconnector(StoreReconnector):
 
     Args:
         store: a store in memory, which all ranks share.
-        generation: the group's current generation.
         first_size: the number of ranks in the first generation.
         states: for the number of each generation, its shared state. All ranks share this dictionary.
     """

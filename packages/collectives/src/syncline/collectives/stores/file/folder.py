@@ -6,10 +6,10 @@ An attacker who can write into a folder could put a symbolic link there, with th
 Or the attacker could write false records that we would read. So:
 
 1. The folders and files that we make, also parent folders, are for their owner only (folders 0700, files 0600).
-2. We do not follow symbolic links when we open the folder and its files, and we open the files relative to the opened folder.
-   So neither can be replaced between the check and the use. Links above the folder are allowed: `~/scratch` is often a link.
-3. An opened folder or file must belong to the user of this process, and nobody else may write it. To learn the id of this user,
-   we make a file and look at its owner, because NFS may map users to other ids.
+2. We follow no symbolic link when we open the folder and its files, and we open the files relative to the opened folder. So
+   neither can be replaced between the check and the use. Links above the folder are allowed: `~/scratch` is often a link.
+3. An opened folder or file must belong to the user of this process, and nobody else may write it. NFS may map users to other
+   ids, so we make a file and look at its owner to learn the id.
 """
 
 from __future__ import annotations
@@ -137,11 +137,10 @@ class LinkLock:
            asks again, and is told that the name exists (open(2) recommends this check)
         4. release: unlink("lock"), but only if the ticket has two names; then unlink the ticket
 
-    A process that is killed between 2 and 4 (some milliseconds) leaves the lock behind. A process on the same machine can find
-    out that the holder has ended (`ProcessIdentity`), and removes the lock. First it creates the file `break-<the holder's
-    ticket>`. If this file exists already, the process does not remove the lock. So only one process removes the lock, and never
-    the lock of the next holder. The `break` file is never removed. A process on another machine fails at its time limit, with
-    an error that names the holder and the file to delete.
+    A process that is killed between 2 and 4 leaves the lock behind. A process on the same machine can find out that the holder
+    has ended (`ProcessIdentity`), and removes the lock. But only the process that first creates the file `break-<the holder's
+    ticket>` may remove it, so that nobody removes the lock of the next holder. The `break` file is never removed. A process on
+    another machine fails at its time limit, with an error that names the holder and the file to delete.
 
     Args:
         folder: a folder on a file system with hard links.

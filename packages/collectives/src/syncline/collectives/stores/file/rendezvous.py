@@ -20,9 +20,9 @@ A join/r of an earlier run gets an answer in step 3, too, which does no harm. Ra
 `world_size` find this out in steps 4 and 5.
 
 The rendezvous store counts the processes that use the store of the run: rank 0 from step 2 on, and the others from step 4 on,
-before they set here/<run>/r. A process that no longer uses the run's store calls `leave_run`. The last process to do so removes
-the count and the run's store. A run without a count has ended, so nobody may join it. A process that was killed stays in the
-count, so the store of its run is never removed.
+before they set here/<run>/r. `leave_run` takes a process out of the count. The last process removes the count and the run's
+store. Nobody may join a run without a count. A process that was killed stays in the count, so the store of its run is never
+removed.
 
 Each run has a new store, named by the random id of step 2. Two runs that meet at the same time need different values of
 `rendezvous_id`, or their ranks could mix.
@@ -67,15 +67,14 @@ def file_rendezvous(
         path: a folder that all processes reach under this name; it may contain files of earlier runs.
         rank: this process's rank.
         world_size: the number of processes.
-        rendezvous_id: a name, with the same characters as the `run_id` of `FileStore`. Runs that meet in one folder at the same
-            time need different names.
+        rendezvous_id: a name, with the characters that a `run_id` of `FileStore` may have. Runs that meet in one folder at the
+            same time need different names.
         timeout: the time limit of the rendezvous, and of the new store; seconds or a timedelta.
 
     Raises:
         StoreTimeout: some ranks did not come in time. On rank 0, the message names the missing ranks.
         StoreUnavailableError: the folder cannot be written, or other users can write it.
-        StoreError: a record in the folder was not written by a rendezvous. Then all ranks raise the error at once. Or rank 0
-            answered this rank, and then failed.
+        StoreError: a record in the folder was not written by a rendezvous, or rank 0 answered this rank, and then failed.
         DisagreementError: the ranks were given different values of `world_size`.
         InvalidArgumentError: `rank` is not below `world_size`.
     """
@@ -102,13 +101,9 @@ def file_rendezvous(
 
 
 def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
-    """Say that this process no longer uses a run's store. The last process of the run to say so removes the store.
+    """Say that this process no longer uses `store`, the store of a run. The last process to say so removes the store.
 
-    Errors of the store are ignored.
-
-    Args:
-        store: the store that `file_rendezvous` or `join_latest_run` returned.
-        rendezvous_id: the same value as in the call of `file_rendezvous` or `join_latest_run`.
+    `rendezvous_id` is the value that was passed to `file_rendezvous` or `join_latest_run`. Errors of the store are ignored.
     """
     with suppress(StoreError):
         _leave(FileStore(store.folder.parent, rendezvous_id), store.folder)
@@ -119,16 +114,16 @@ def join_latest_run(
 ) -> FileStore:
     """Return the store of the latest run in this folder, for a process that joins the run later.
 
-    If there is no run, or all processes of the latest run have called `leave_run`, the function waits for the next run. The
-    caller must check whether the processes of the run are alive: a killed process never calls `leave_run`.
+    If there is no run, or all processes of the latest run have called `leave_run`, the function waits for the next run. A
+    killed process never calls `leave_run`, so the caller must check whether the processes of the run are alive.
 
     Args:
-        path: the same as in `file_rendezvous`.
-        rendezvous_id: the same as in `file_rendezvous`.
+        path: as in `file_rendezvous`.
+        rendezvous_id: as in `file_rendezvous`.
         timeout: the time limit of the wait, and of the store that is returned; seconds or a timedelta.
 
     Raises:
-        StoreTimeout: no run's rank 0 came to the folder in time, or the latest run has ended.
+        StoreTimeout: no run came to the folder in time, or the latest run has ended.
         StoreError: a record in the folder was not written by a rendezvous.
     """
     store = FileStore(path, rendezvous_id, timeout)

@@ -70,15 +70,15 @@ class Log:
     Note [A log on a shared file system]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     NFS guarantees this: if a process opens a file after another host has closed it, the process sees everything that the host
-    wrote. (NFS guarantees nothing about a *new name* in a folder for up to a minute, so a file for each key would be slow to
-    appear.) So:
+    wrote. (For a *new name* in a folder, NFS guarantees nothing for up to a minute. So there is one file, and not a file for
+    each key.)
 
     1. The log is created when a store is opened. From then on its name does not change.
     2. A writer takes the lock (Note [Locking by link] in `file.folder`), reads new records, appends one record, calls `fsync`,
        closes the file, and releases the lock. `fsync` also raises the error of a full disk or quota in the writer.
     3. A reader takes no lock. It opens the file again each time, and reads on from where it stopped.
-    4. A record contains its length and checksum. A reader stops before an incomplete record, and tries again later. A writer
-       holds the lock, so an incomplete record comes from a write that failed. The next writer cuts this record off.
+    4. A record contains its length and checksum. A reader stops before an incomplete record, and tries again later. An
+       incomplete record under the lock comes from a write that failed. The next writer cuts it off.
     5. Complete records are never removed, so the file grows. An NFS client sees from the new size that its cache is out of
        date.
 
@@ -165,25 +165,25 @@ _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 class FileStore(table.LockedStore):
     """A store in the folder `path/run_id`. If the folder does not exist, the constructor makes it.
 
-    The store needs no daemon, port or lock server. The file system must have hard links and close-to-open consistency: NFS,
-    Lustre, BeeGFS, GPFS and local file systems have both.
+    The store needs no daemon, port or lock server. The file system must have hard links and close-to-open consistency, as NFS,
+    Lustre, BeeGFS, GPFS and local file systems have.
 
     Cost: a change takes about twenty operations on the file system, including one sync. A read takes two opens and one read. A
     call that waits reads every 1 to 50 ms. The store's file grows with every change, so do not use it as a database.
 
-    `run_id` must be new in every run, or the run would read the data of an earlier run. For example, use the scheduler's job
-    number and step number together. Without such an id, use `file_rendezvous`.
+    `run_id` must be new in every run: with an old id, the run would read the data of an earlier run. Use the scheduler's job
+    number and step number together, or use `file_rendezvous`, which needs no id.
 
-    The store refuses a folder that other users can write. Only the owner can read and write the store's files.
+    Only the owner can read and write the store's files. The store refuses a folder that other users can write.
 
     Args:
         path: a folder that all processes reach under this name.
-        run_id: letters, digits, dot, dash and underscore; the same in all processes of a run, and new in every run.
+        run_id: letters, digits, dot, dash and underscore; the same in all processes of a run.
         timeout: seconds or a timedelta; see `Store`. `timeout` also limits how long a change waits for the store's lock.
 
     Raises:
-        StoreUnavailableError: the folder cannot be made or written, other users can write the folder, the folder is a symbolic
-            link, or its file system has no hard links.
+        StoreUnavailableError: the folder cannot be made or written, other users can write it, it is a symbolic link, or its
+            file system has no hard links.
         InvalidArgumentError: `run_id` cannot be the name of a folder.
     """
 

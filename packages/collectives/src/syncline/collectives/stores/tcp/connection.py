@@ -36,13 +36,8 @@ class HungUpError(ConnectionError):
 class Connection:
     """A connection whose two ends have proved that they have the same secret. Only one thread at a time may use a connection.
 
-    A broken connection is not made again, because the server may have carried out the last request.
-
-    Args:
-        host: the server's address or name.
-        port: the server's port.
-        secret: the shared secret.
-        scope: the time limit for connecting and the handshake.
+    A broken connection is not made again, because the server may have carried out the last request. `scope` is the time limit
+    for connecting and the handshake.
 
     Raises:
         HungUpError: the server closed the connection.
@@ -84,8 +79,8 @@ class Connection:
     def exchange(self, table: bytes, message: bytes, scope: CancelScope) -> tuple[bytes, bytes]:
         """Send a request, and wait for the answer. Return the id of the server's table, and the answer.
 
-        `table` is the id of the table that the client has used so far; empty if the client has had no answer yet. A server with
-        another table refuses the request.
+        `table` is the id of the table that the client has used so far; empty before the first answer. A server with another
+        table refuses the request.
 
         After an error, close the connection. Otherwise a late answer could be taken for the answer to the next request.
 

@@ -24,7 +24,6 @@ class ServerLoop:
 
     Args:
         endpoint: the address to listen on, in ZeroMQ's format.
-        secret: the shared secret.
         limit_bytes: the longest message of a client.
         proof_timeout_s: how long a client may take to prove that it has the secret.
 

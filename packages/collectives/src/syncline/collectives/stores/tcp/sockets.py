@@ -4,7 +4,7 @@ Note [Keys from a secret]
 -------------------------
 Server and clients communicate through ZeroMQ's CURVE (CurveZMQ, RFC 26: Curve25519, XSalsa20, Poly1305; new keys for each
 connection). CURVE encrypts and authenticates, and refuses messages that were forged, altered, repeated or reordered. Both key
-pairs are derived from the secret, so only the secret must be given to all processes::
+pairs are derived from the secret::
 
     server's private key = HMAC-SHA256(secret, "... server")      client's private key = HMAC-SHA256(secret, "... client")
 
@@ -12,7 +12,7 @@ pairs are derived from the secret, so only the secret must be given to all proce
   Even a client that knows this public key cannot derive the client's private key, so the server refuses this client.
 * A server without the secret cannot decrypt the client's first message. So the client disconnects before it sends a request.
 * **Guessing:** a program that pretends to be the server can try many secrets on a client's first message. So a secret has a
-  minimum length; `new_secret` gives 256 random bits.
+  minimum length.
 
 Note [Parts of a message]
 -------------------------

@@ -194,12 +194,11 @@ class _Meeting:
         3. each rank tests its requests until all are complete, or the time limit is reached
         4. all ranks compare the versions; messages that another version might not understand are sent only after this
 
-    If the time limit is reached in step 3, the listeners check which bytes have arrived. The requests stay in MPI, because MPI
-    cannot cancel a collective. If a rank calls `meet` again, it goes on with its earlier requests, so the collectives of ranks
-    that come late still match.
+    At the time limit, the listeners check which bytes have arrived. MPI cannot cancel a collective, so a rank that calls `meet`
+    again goes on with its earlier requests.
 
-    With blocks, no rank needs a connection to all other ranks (over TCP, each connection is an open file). The listeners of a
-    block are its first, middle and last rank, because a listener may be the rank that does not come.
+    With blocks, no rank needs a connection to all other ranks. The listeners of a block are its first, middle and last rank,
+    because a listener may be the rank that does not come.
 
     Never change this protocol: ranks with different versions use it to find out that their versions differ.
     """

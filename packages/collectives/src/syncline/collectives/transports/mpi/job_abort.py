@@ -1,24 +1,23 @@
 """End the job when a rank fails, but keep the job running when a rank only finishes earlier than the other ranks.
 
-At the interpreter's exit, mpi4py calls MPI_Finalize, which waits for all processes. If a rank failed with an exception, it
-would wait there for ever, while the other ranks wait for this rank in a collective. Three guards prevent this:
+At the interpreter's exit, mpi4py calls MPI_Finalize, which waits for all processes. A rank that failed with an exception would
+wait there for ever, and the other ranks would wait for this rank in a collective. Three guards prevent this:
 
-1. If an exception in the main thread is not caught, the rank prints the exception and its own rank, and aborts the job. (At an
-   interactive prompt, the exception ends only the command that was typed.)
+1. If an exception in the main thread is not caught, the rank prints the exception, and aborts the job. (At an interactive
+   prompt, the exception ends only the command that was typed.)
 2. If a rank calls `sys.exit` with a status other than 0 while a group is open, the rank aborts the job with this status.
-3. If a rank exits in any other way, it waits in a barrier on a separate communicator until all ranks come. After a moment it
-   tells the other ranks that it has left (see `LeaveNotices`). Ranks that wait for this rank then fail with an error that names
-   the call: see Note [Who will not come] in `health.leaving`.
+3. If a rank exits in any other way, it waits in a barrier until all ranks come. After a moment it tells the other ranks that it
+   has left (see `LeaveNotices`). Ranks that wait for this rank then fail with an error that names the call: see Note [Who will
+   not come] in `health.leaving`.
 
    If the process of another rank is gone, MPI cannot end the job in order. Then the exiting rank aborts the job. If MPI
-   tolerates faults, the rank does not abort the job, and its process has 15 seconds to end.
+   tolerates faults, the rank only ends itself, within 15 seconds.
 
-A program may end MPI itself with `MPI.Finalize()`, and continue. `MPI.Finalize()` first deletes the attributes of
-MPI_COMM_SELF, which calls a callback of this module. The callback closes Syncline's groups, and the ranks meet as in guard 3.
-Afterwards, a call of MPI would abort the process. So Syncline's threads call MPI only inside `while_mpi_runs`.
+A program may end MPI itself with `MPI.Finalize()`, and continue. This calls a callback of this module, because MPI deletes the
+attributes of MPI_COMM_SELF first. The callback closes Syncline's groups, and the ranks meet as in guard 3. Afterwards, a call
+of MPI would abort the process. So Syncline's threads call MPI only inside `while_mpi_runs`.
 
-A forked child of a rank is not a rank. Its exceptions, its exit status and its end do not affect the job, and it does not call
-MPI. See Note [Forks] in `forks`.
+A forked child of a rank is not a rank: none of the guards holds for it, and it does not call MPI. See Note [Forks] in `forks`.
 """
 
 from __future__ import annotations
@@ -100,11 +99,8 @@ def is_interactive() -> bool:
 class ExitBarrier(Inherited):
     """Makes ranks that exit wait for one another. If a rank exits with an error status while a group is open, aborts the job.
 
-    All ranks of the job call the constructor together. "The job" means all ranks of MPI, or the ranks of the communicator that
-    was passed to `init_process_group`.
-
-    Args:
-        job: a communicator of all ranks of the job.
+    All ranks of `job` call the constructor together. `job` has all ranks of MPI, or of the communicator that was passed to
+    `init_process_group`.
 
     Attributes:
         leavers: knows which ranks have left, and which collectives this rank has started.
@@ -142,10 +138,7 @@ class ExitBarrier(Inherited):
 
     @classmethod
     def of(cls, job: MPI.Intracomm) -> ExitBarrier:
-        """Return the exit barrier of the job. The first call makes the barrier.
-
-        Every rank of the job calls this method. `job` is a communicator of all ranks of the job.
-        """
+        """Return the exit barrier of the job. The first call makes the barrier. Every rank of `job` calls this method."""
         # Communicators of the same ranks in the same order need only one barrier.
         same = (MPI.IDENT, MPI.CONGRUENT)
         for made in _made:

@@ -77,8 +77,7 @@ _LONGEST_CALL_S = 1.0
 def while_mpi_runs() -> Iterator[bool]:
     """Return a context manager for threads that call MPI now and then.
 
-    Use `with while_mpi_runs() as runs`. The thread may call MPI only if `runs` is True. `runs` is False if MPI is ending or has
-    ended.
+    After `with while_mpi_runs() as runs`, the thread may call MPI only if `runs` is True. Otherwise MPI is ending or has ended.
     """
     with _calling:
         yield not (_is_over or MPI.Is_finalized())
@@ -118,11 +117,11 @@ def wait(
 
     Args:
         request: the request.
-        scope: has a time limit, and can be cancelled. The wait ends when the scope ends.
+        scope: the time limit, which can also be cancelled.
         status: an MPI status, which this function fills in.
         longest_nap_s: see `Patience`.
-        naps_at_once: sleep from the first rest on. This leaves more time to other threads of the core. Set it only for a single
-            message over a network: a collective takes many steps, and each sleep would delay a step.
+        naps_at_once: sleep from the first rest on. Set it only for a single message over a network: a collective takes many
+            steps, and each sleep would delay a step.
 
     Raises:
         TimeoutError: the time limit was reached. The request stays active, because MPI cannot cancel a collective.
@@ -313,12 +312,12 @@ _SMALL_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16})
 def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
     """Return the MPI type and the MPI reduction for `op`. Return None if MPI's result would differ from `op`.
 
-    AVG and PREMUL_SUM give a SUM. The caller must divide the result of AVG, and multiply the terms of PREMUL_SUM before the
-    reduction. The result is None for:
+    AVG and PREMUL_SUM give a SUM. The caller divides the result of AVG, and multiplies the terms of PREMUL_SUM. The result is
+    None for:
 
     - dtypes that are not in `REDUCIBLE`;
     - MIN and MAX of floats, because MPI's result for not-a-number depends on the rank;
-    - sums of small integers, because sums must wrap around, and Open MPI's vector instructions stop at the largest value.
+    - sums of small integers: they must wrap around, but Open MPI's vector instructions stop at the largest value.
     """
     core = core_op(op)
     is_fickle = core in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_floating_point
@@ -341,10 +340,8 @@ def memory(tensor: torch.Tensor) -> MPI.buffer:
 def message(tensor: torch.Tensor, unit_bytes: int) -> tuple[Any, ...]:
     """Describe a contiguous tensor as one message of bytes for MPI. The tensor may have more bytes than a C int can count.
 
-    Args:
-        tensor: the tensor. The caller must keep the tensor alive until the message has been sent or received.
-        unit_bytes: a larger tensor becomes one element of an MPI type, which consists of units with `unit_bytes` bytes. The
-            other rank may describe the same bytes as `MPI.BYTE`.
+    A tensor with more than `unit_bytes` bytes becomes one element of an MPI type. The other rank may describe the same bytes as
+    `MPI.BYTE`. The caller must keep the tensor alive until the message has been sent or received.
     """
     if tensor.nbytes <= unit_bytes:
         return memory(tensor), MPI.BYTE

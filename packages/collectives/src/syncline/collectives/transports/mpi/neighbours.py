@@ -3,8 +3,7 @@
 Note [Neighbours]
 ~~~~~~~~~~~~~~~~~
 If each of N ranks sent a message to every other rank, there would be N^2 messages. Also, a send to a rank without a connection
-may never return: MPICH over TCP connects two processes at the first send, and waits inside the send until the other process
-also calls MPI.
+may never return: MPICH over TCP waits in the first send to a process until this process also calls MPI.
 
 So rank r sends messages only to its neighbours: the ranks r - 1, r - 2, r - 4, ... and r + 1, r + 2, r + 4, ... (modulo N).
 Neighbours are connected when the group is made. All other ranks are at most log2 N steps away. A rank passes all news on to its
@@ -66,11 +65,10 @@ class TimeoutReport:
     A rank sends its own call, and the calls of other ranks that it knows, to its neighbours (see Note [Neighbours]). A rank
     that sends nothing is probably the missing rank, because the others reach their time limits at about the same time.
 
-    Cost: with N ranks, a rank sends a message to at most 2 log2 N neighbours. If the rank gets news, it sends again every 0.1
-    seconds, about log2 N times. Ranks that wait in the same call share one entry of a message.
+    Cost: with N ranks, a rank sends at most 2 log2 N messages, about log2 N times, 0.1 seconds apart. Ranks that wait in the
+    same call share one entry of a message.
 
-    Args:
-        communicator: a private communicator. Only this object may use the tag `STATEMENTS` on this communicator.
+    Only this object may use the tag `STATEMENTS` on the communicator.
     """
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
@@ -150,9 +148,7 @@ class MPIStatusPost(StatusPost):
     For example, rank 13 = 8 + 4 + 1 sends to rank 12 (13 without its lowest bit) and to rank 5 (13 without its highest bit). So
     a line reaches rank 0 even if one rank on a route is stopped. A line has at most 4 KB, so that no send blocks.
 
-    Args:
-        communicator: a communicator with connected neighbours; see Note [Neighbours]. Only this object may use the tag `STATUS`
-            on this communicator.
+    The neighbours must be connected; see Note [Neighbours]. Only this object may use the tag `STATUS` on the communicator.
     """
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
@@ -210,16 +206,13 @@ def towards_zero(rank: int) -> list[int]:
 class LeaveNotices:
     """Tells the neighbours that this rank has left, and which other ranks have left. See Note [Neighbours].
 
-    All ranks call the constructor together. Any thread may call the methods. A rank must call `receive` often while it waits
-    for other ranks, and now and then while it computes, because `receive` also passes notices on.
+    All ranks of the job call the constructor together. Any thread may call the methods. A rank must call `receive` often while
+    it waits for other ranks, and now and then while it computes, because `receive` also passes notices on.
 
-    Cost: with N ranks, a rank that has news sends at most 2 log2 N messages. It sends again after 0.2 seconds if it gets more
-    news. Ranks that have started the same calls share one entry of a message.
+    Cost: with N ranks, a rank that has news sends at most 2 log2 N messages, at most every 0.2 seconds. Ranks that have started
+    the same calls share one entry of a message.
 
-    Args:
-        communicator: a communicator of all processes of the job. Only this object may use the tag `LEAVING` on this
-            communicator.
-        clock: returns the time in seconds.
+    Only this object may use the tag `LEAVING` on the communicator.
     """
 
     def __init__(self, communicator: MPI.Intracomm, clock: Callable[[], float] = time.monotonic) -> None:

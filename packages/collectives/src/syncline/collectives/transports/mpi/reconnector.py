@@ -33,9 +33,9 @@ class MPIReconnector(Reconnector):
         4. MPI_Comm_agree tells all survivors whether every survivor has connected; if not, repeat from step 1 with the
            communicator of step 2; after `MOST_ATTEMPTS` times with the same members, all survivors give up
 
-    The steps run on a separate thread, because the program cannot end a call of MPI. A call of `shrink` waits for this thread,
-    for at most `silence_timeout_s`. After a time-out, the next call of `shrink` waits for the same thread. After a failure, the
-    next call starts a new thread with the communicator of the last step 2, because a rank never shrinks a communicator twice.
+    The steps run on a separate thread, because the program cannot end a call of MPI. After a time-out, the next call of
+    `shrink` waits for the same thread. After a failure, the next call starts a new thread with the communicator of the last
+    step 2, because a rank never shrinks a communicator twice.
 
     If a rank lives but does not call `shrink`, step 2 does not end. Then `shrink` raises `CollectiveTimeout`, and may be called
     again.
@@ -43,8 +43,6 @@ class MPIReconnector(Reconnector):
     Args:
         communicator: a communicator of all ranks that the group has at the start. Only this object may use the communicator.
         connect: makes the transport from a communicator and the ranks of its members in the job. All members call `connect`.
-        leavers: knows which ranks of the job have left, and counts the collectives that this rank has started.
-        name: the group's name.
     """
 
     def __init__(self, communicator: MPI.Intracomm, connect: Connect, leavers: Leavers, name: str) -> None:

@@ -35,18 +35,14 @@ class RingAllReduce:
     to a part and sends this part to the next rank. Then every rank has one part of the result. In p - 1 more steps, the results
     go around the ring. A rank sends a piece as soon as the piece is ready, so the steps overlap.
 
-    The same inputs give the same bits in every run and on every rank, because the order of the additions is fixed.
+    The order of the additions is fixed, so the same inputs give the same bits in every run and on every rank.
 
     Cost, for n bytes and p ranks: each rank sends 2 n (p-1)/p bytes in 2 (p - 1) steps. Extra memory: 2 MiB, and in Open MPI up
-    to n/p bytes on a rank that is slower than its network.
+    to n/p bytes on a rank that is slower than its network. For 25 MiB between two hosts with 1 Gbit/s, MPICH's own all-reduce
+    took 1.5 to 1.8 times as long (see docs/figures.md, "Between hosts").
 
-    MPI's own all-reduce is slower. For 25 MiB between two hosts with 1 Gbit/s, MPICH took 1.5 to 1.8 times as long as this ring
-    (see docs/figures.md, "Between hosts").
-
-    Args:
-        communicator: a communicator. Only this object may use the tag `Tag.RING` on this communicator.
-        sync: the `MessageSync` of this communicator, which waits for each message.
-        piece_bytes: the size of the largest piece; equal on all ranks. See `largest_piece_bytes`.
+    Only this object may use the tag `Tag.RING` on the communicator. `piece_bytes` is the size of the largest piece, equal on
+    all ranks; see `largest_piece_bytes`.
     """
 
     def __init__(self, communicator: MPI.Intracomm, sync: MessageSync, piece_bytes: int) -> None:
@@ -133,8 +129,8 @@ def pieces_of_part(nbytes: int, piece_bytes: int) -> int:
 def largest_piece_bytes(library: str = MPI.get_vendor()[0], environ: Mapping[str, str] = os.environ) -> int:
     """Return the size in bytes of the largest piece that this rank would send in a ring.
 
-    Over TCP, Open MPI sends a larger message than its eager limit only when the receiver asks for the message. Then data moves
-    in only one direction at a time. So pieces are not larger than the eager limit, which the user can set for mpirun or in the
+    Over TCP, Open MPI sends a message that exceeds its eager limit only when the receiver asks for it. Then data moves in only
+    one direction at a time. So pieces are not larger than the eager limit, which the user can set for mpirun or in the
     environment.
     """
     # Open MPI takes other notations, too. This function does not read them, and assumes Open MPI's default.

@@ -36,11 +36,10 @@ class Sync(ABC):
 
         Args:
             call: this rank's call. The ranks compare `Call.digest`.
-            place: the place of this rank's tensor in shared memory, from `Windows.key_of`. `NOWHERE` if the tensor is not in
-                shared memory.
+            place: the place of this rank's tensor in shared memory, from `Windows.key_of`, or `NOWHERE`.
 
         Returns:
-            True if all ranks passed the same place, and the place is not `NOWHERE`. Else False.
+            Whether all ranks passed the same place, and the place is not `NOWHERE`.
 
         Raises:
             DisagreementError: the ranks make different calls. All ranks raise this error.
@@ -63,7 +62,6 @@ class MessageSync(Sync):
 
     Args:
         communicator: a communicator. Only this object may start collectives on this communicator.
-        report: after a time-out, finds out in which calls the other ranks wait.
     """
 
     def __init__(self, communicator: MPI.Intracomm, report: TimeoutReport) -> None:

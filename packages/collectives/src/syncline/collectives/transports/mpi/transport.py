@@ -59,8 +59,8 @@ class MPITransport(LibraryTransport):
     - each `reduce_scatter`;
     - all reductions, if `reproducible` is True.
 
-    For these reductions, each rank owns a slice of the tensor. An all-to-all moves all terms of a slice to its owner. The owner
-    reduces the terms in rank order. Then an `all_reduce` needs an all-gather, and a `reduce` needs a gather.
+    For these reductions, each rank owns a slice of the tensor. An all-to-all moves all terms of a slice to its owner, which
+    reduces them in rank order. Then an `all_reduce` needs an all-gather, and a `reduce` needs a gather.
 
     Cost of an `all_reduce` with slices, for n bytes and p ranks: each rank sends 2 n (p-1)/p bytes, as in a ring, and needs 2 n
     bytes of extra memory.
@@ -69,7 +69,7 @@ class MPITransport(LibraryTransport):
         communicator: a communicator. Only this transport may use the communicator.
         reproducible: whether to reduce in rank order. Then the same inputs give the same bits in every run.
         report: after a time-out, finds out in which calls the other ranks wait. None: make a new report for this communicator.
-        on_device: whether tensors are in a device's memory. If True, the MPI library must support this memory.
+        on_device: whether tensors are in a device's memory, which the MPI library must support.
     """
 
     backend_name = "mpi"
@@ -379,12 +379,12 @@ class MPITransport(LibraryTransport):
         1 MiB in 1,000 us instead of 160 us, and 4 MiB in 7,900 us instead of 690 us.
 
         So with Open MPI we use the blocking form for a large collective, but only after all ranks have come for the same call.
-        If a rank dies or stops while the data moves, no rank returns from the call. Then the monitor ends the process, and the
-        launcher ends the job. A job that must survive the loss of a rank (ULFM) uses the non-blocking form.
+        If a rank dies or stops while the data moves, the monitor ends the process, and the launcher ends the job. A job that
+        must survive the loss of a rank (ULFM) uses the non-blocking form.
 
-        With MPICH and Intel MPI we use the non-blocking form. Both forms are equally fast there. But while one thread blocks
-        inside these libraries, no other thread of the process can communicate. Two groups that communicate in a different order
-        on each rank would then wait for ever.
+        With MPICH and Intel MPI we use the non-blocking form, which is as fast there. While one thread blocks inside these
+        libraries, no other thread of the process can communicate. Two groups that communicate in a different order on each rank
+        would wait for ever.
 
         For CUDA memory, we use the blocking form, because Open MPI crashes in the non-blocking form.
         """
@@ -409,13 +409,7 @@ class MPITransport(LibraryTransport):
 
 
 class MPIPlan(LibraryPlan):
-    """Runs a collective of an `MPITransport`. Before a large collective, the ranks wait for one another: see Note [Presync].
-
-    Args:
-        transport: the transport.
-        signature: the signature of the calls.
-        size: the number of ranks.
-    """
+    """Runs a collective of an `MPITransport`. Before a large collective, the ranks wait for one another: see Note [Presync]."""
 
     def __init__(self, transport: MPITransport, signature: Signature, size: int) -> None:
         super().__init__(transport, signature)

@@ -38,8 +38,8 @@ class Patience:
 
     Note [How long to spin]
     ~~~~~~~~~~~~~~~~~~~~~~~
-    [1] For some seconds (see `spin_for`), the thread yields between checks. If each rank has a core, the yield returns at once,
-        and the thread sees the end of the wait within microseconds. But the thread keeps its core busy.
+    [1] For the time that `spin_for` sets (by default 2 ms), the thread yields between checks. If each rank has a core, the
+        thread sees the end of the wait within microseconds. But it keeps its core busy.
     [2] Then the thread sleeps between checks. Each sleep takes a hundredth of the time that the thread has waited so far, but
         at least 50 us. So a rank that waits for seconds uses about a hundredth of its core.
 
@@ -59,11 +59,9 @@ class Patience:
         self._choose_nap(0.0)
 
     def rest(self) -> bool:
-        """Rest before the next check of the wait.
+        """Rest before the next check of the wait. Return whether the caller must now check the call's time limit.
 
-        Returns:
-            Whether the caller must now check the call's cancel scope (its time limit). Usually False after a rest without a
-            sleep, because checking the time limit after each rest would slow down short waits.
+        Usually the result is False after a rest without a sleep, because this check would slow down short waits.
         """
         if self._nap_s:
             time.sleep(self._nap_s)

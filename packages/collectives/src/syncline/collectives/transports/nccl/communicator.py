@@ -101,14 +101,12 @@ def as_moved(tensor: torch.Tensor) -> torch.Tensor:
 class Communicator:
     """Puts collectives on one CUDA stream. Tensors must be flat and on the communicator's GPU.
 
-    No method waits for the GPU, so the caller must keep the tensors until the stream has finished. For an empty tensor, the
-    methods do nothing: the tensor is then empty on all ranks.
+    No method waits for the GPU, so the caller must keep the tensors until the stream has finished. If a tensor is empty (then
+    it is empty on all ranks), the methods do nothing.
 
     Args:
         nccl: the module `cupy.cuda.nccl`, or a fake.
         raw: an object of the module's class `NcclCommunicator`.
-        rank: this rank in the communicator.
-        size: the number of ranks.
         stream: the handle of the CUDA stream.
     """
 
@@ -129,13 +127,9 @@ class Communicator:
     def split(self, members: Sequence[int] | None, color: int | None, stream: int) -> Communicator | None:
         """Make a communicator of `members`, which are ranks in this communicator. All ranks call this method.
 
-        No operation of this communicator may be in flight.
-
-        Args:
-            members: the members; None on a rank that is in no new communicator.
-            color: a number that is the same on all members, and different for each new communicator. None on a rank that is in
-                no new communicator.
-            stream: the handle of the new communicator's CUDA stream.
+        No operation of this communicator may be in flight. `stream` is the handle of the new communicator's CUDA stream. All
+        members of a new communicator pass one `color`; other communicators have other colors. A rank that is in no new
+        communicator passes None as `members` and `color`, and gets None.
         """
         with mapped(self._nccl, "ncclCommSplit"):
             if members is None or color is None:  # a rank outside of all parts must call NCCL, too
@@ -216,11 +210,7 @@ class Communicator:
     # ---- the end ----
 
     def check(self) -> None:
-        """Raise an error if NCCL has found an asynchronous error, such as the loss of a peer.
-
-        Raises:
-            TransportError: NCCL reports an error.
-        """
+        """Raise a `TransportError` if NCCL has found an asynchronous error, such as the loss of a peer."""
         with mapped(self._nccl, "an operation in flight"):
             self._raw.check_async_error()
 
@@ -237,8 +227,8 @@ class Communicator:
            for it, for a few seconds.
         2. NCCL frees the communicator while the stuck thread still uses it, and a signal kills the process.
 
-        We accept both outcomes, because they happen only in a group that has failed. By then the report has been written, and
-        the works have their error.
+        We accept both outcomes: they happen only in a group that has failed, after the report was written and the works got
+        their error.
         """
         self._raw.abort()
 
@@ -264,11 +254,7 @@ def _group(nccl: Any) -> Iterator[None]:
 
 @contextmanager
 def mapped(nccl: Any, what: str) -> Iterator[None]:
-    """Return a context manager that turns errors of NCCL into `TransportError`.
-
-    Raises:
-        TransportError: NCCL raised an error.
-    """
+    """Return a context manager that turns errors of NCCL into `TransportError`."""
     try:
         yield
     except nccl.NcclError as error:

@@ -42,7 +42,6 @@ class StreamCommunicator:
 
     Attributes:
         communicator: connects all ranks of a group, or two ranks in one direction.
-        stream: the communicator's stream.
         lock: a thread holds this lock while it issues a call, because NCCL allows only one thread at a time.
     """
 
@@ -56,12 +55,9 @@ class Connector:
 
     Args:
         nccl: the module `cupy.cuda.nccl`, or a fake.
-        runtime: makes streams on the GPUs.
         rendezvous: lets the ranks of the job exchange messages before NCCL connects them. All groups of the job use one
             rendezvous.
         ranks: for each rank of the group, its rank in the job.
-        rank: this process's rank in the group.
-        name: the group's name.
     """
 
     def __init__(
@@ -93,7 +89,7 @@ class Connector:
 
         Args:
             topic: a name for this connection. Each connection needs a new name.
-            members: the ranks to connect, as ranks in this group. Their order is the order in the new communicator.
+            members: the ranks to connect, as ranks in this group, in their order in the new communicator.
             device: this rank's GPU.
             scope: the time limit for the whole call.
 
@@ -146,7 +142,6 @@ class Connections:
     If NCCL fails while it connects or splits a group, the group ends, because some ranks may still be inside NCCL.
 
     Args:
-        connector: connects ranks.
         place: returns a text with the group and the rank, for errors.
         timeout_s: returns the time limit for connecting, in seconds.
         in_flight: watches each communicator. If a pair cannot connect, it ends the group.
@@ -254,8 +249,8 @@ class Connections:
         """Connect with one other rank: one communicator for each direction, because a receive must not wait behind a send.
 
         NCCL connects two ranks only at their first send and receive, and blocks the CPU until the other rank has made the
-        matching call. With calls of the user, two ranks that both send before they receive would wait for each other. So send
-        one byte in each direction, in the same order on both ranks.
+        matching call. If two ranks both send before they receive, they would wait for each other. So send one byte in each
+        direction, in the same order on both ranks.
         """
         low, high = sorted((self._connector.rank, peer))
         scope, made = self._scope(), {}
@@ -331,8 +326,8 @@ Task: TypeAlias = Callable[[StreamCommunicator], None]
 class Pair:
     """Issues the transfers between two ranks, in order. The first transfer connects the ranks, without blocking the caller.
 
-    A separate thread connects the ranks, and issues the transfers that are submitted meanwhile. The thread ends when no
-    transfer is left. From then on, the caller of `submit` issues the transfer itself.
+    A separate thread connects the ranks, and issues the transfers that are submitted meanwhile. Later, the caller of `submit`
+    issues each transfer itself.
 
     Args:
         connect: makes a communicator for each direction. The separate thread calls this function.
@@ -397,10 +392,7 @@ class Pair:
 def peer_info(rank: int, pci_id: str, version: str) -> Payload:
     """Return facts about this process, from which `find_conflict` decides whether NCCL can connect the ranks.
 
-    Args:
-        rank: this process's rank in the job.
-        pci_id: the PCI address of this process's GPU.
-        version: the version of NCCL in this process.
+    `rank` is this process's rank in the job, `pci_id` the PCI address of its GPU, and `version` its version of NCCL.
     """
     identity = host_identity()
     return {

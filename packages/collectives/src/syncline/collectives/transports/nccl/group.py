@@ -57,51 +57,45 @@ class NcclGroup(EngineGroup):
 
     Note [Order over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~
-    1. All collectives of the group run on one stream, in the order of issue. The caller's thread issues a collective when the
-       group's queue gives this thread its turn. The collective starts after all operations that are on this thread's current
-       stream at that moment, so its tensors are ready.
-    2. The call returns when the collective is on the stream. But if NCCL must connect ranks first, the call blocks until the
-       ranks are connected. This happens at the group's first collective, at the first gather, scatter and all-to-all, and at
-       the first reduction in steps (see `NcclPlan`). For transfers between two ranks, a separate thread connects the ranks.
-       `wait` makes the current stream wait for the collective. `wait` blocks the calling thread only with a timeout, or for a
-       barrier.
-    3. For the CPU, a future is complete when the collective is on the stream. A callback runs on the thread that attaches the
-       callback, before this thread issues another call. Meanwhile, the thread's current stream waits for the collective. So a
-       call that the callback issues has the same place in the order on every rank, and the callback can wait for this call
-       without blocking a thread. `StreamWork.get_future` names two exceptions.
+    1. All collectives of the group run on one stream, in the order in which the group's queue gives turns to the callers'
+       threads. A collective starts after all operations that are on the caller's current stream when it is issued.
+    2. The call returns when the collective is on the stream. But if NCCL must connect ranks first, the call blocks until they
+       are connected. This happens at the group's first collective, at the first gather, scatter and all-to-all, and at the
+       first reduction in steps (see `NcclPlan`). For transfers between two ranks, a separate thread connects the ranks. `wait`
+       makes the current stream wait for the collective. `wait` blocks the calling thread only with a timeout, or for a barrier.
+    3. For the CPU, a future is complete when the collective is on the stream. A callback runs on the thread that attaches it,
+       before this thread issues another call. Meanwhile, the thread's current stream waits for the collective. So a call that
+       the callback issues has the same place in the order on every rank. `StreamWork.get_future` names two exceptions.
     4. `send` and `recv` have no place in the order, because each direction between two ranks has its own communicator and
        stream.
     5. A future's callback may issue collectives. So a thread must hold no lock when it completes a future: it calls
        `StreamWork.settle` after its turn in the queue. If an error must end the group, the code in the turn raises a
        `FatalError`. The group ends after the turn.
 
-    The group serves only the GPU of its first call. If the group was split from a connected group, the group already has a
-    communicator.
+    The group serves only the GPU of its first call.
 
     After the group is connected, all calls except `barrier` and `wait` with a timeout can be captured in a CUDA graph. So run a
     collective before the capture.
 
-    If NCCL cannot reduce in the way that `ReduceOp` describes, the ranks exchange the terms and reduce in rank order; see
-    `NcclPlan`. NCCL's own reductions differ from `ReduceOp` in two ways, as in torch: float16 and bfloat16 are rounded at each
-    addition, and AVG multiplies each term by 1/size before the addition. With `reproducible`, these differences do not exist,
-    but the reduction is slower and needs copies of the tensor.
+    NCCL's own reductions differ from `ReduceOp` in two ways, as in torch: float16 and bfloat16 are rounded at each addition,
+    and AVG multiplies each term by 1/size before the addition. With `reproducible`, these differences do not exist, but a
+    reduction is slower and needs copies of the tensor.
 
     Note [Comparison over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~
     NCCL does not compare calls: if ranks make different calls, they get wrong sums or wait for ever. So the ranks compare their
-    histories (see Note [Comparison of calls] in `health.agreement`) by messages on the host. A thread of the group makes one
-    comparison after the other, and a training step does not wait for a comparison. If a comparison finds a difference, the
-    group ends, and the next call on the group raises the error.
+    histories (see Note [Comparison of calls] in `health.agreement`) by messages on the host. A thread of the group does this,
+    and a training step does not wait for it. If a comparison finds a difference, the group ends, and the next call on the group
+    raises the error.
 
-    A barrier with `async_op=False` waits for a comparison, and raises the comparison's error even if NCCL never ends the
-    barrier. `close` also waits for a comparison, for at most `_CLOSE_S` seconds. A group with more than `_COMPARED_EACH_TIME`
-    ranks does not compare after each backward: the more ranks the group has, the less often they compare.
+    A barrier with `async_op=False` waits for a comparison, and raises its error even if NCCL never ends the barrier. `close`
+    also waits for a comparison, for at most `_CLOSE_S` seconds. A group of N ranks compares after every n-th backward, where n
+    is N / `_COMPARED_EACH_TIME`, rounded up.
 
     The history has the calls in the order in which they are put on the stream. Calls in a CUDA graph enter the history at the
     capture, and not at a replay.
 
     Args:
-        connector: connects the group.
         of_all: the communicator of all ranks of this group, if the group was split from another group.
         reproducible: whether to reduce in rank order if the result depends on the order.
         owns_rendezvous: whether the group owns its rendezvous; False for a part of another group.

@@ -26,9 +26,6 @@ class FatalError(Exception):
     """An error that must end the group, raised by code that holds locks. The group ends after the locks are released.
 
     Users never see this exception.
-
-    Attributes:
-        error: the error that ends the group.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -52,11 +49,11 @@ class InFlight:
     After the first failure, these steps follow:
 
     1. The group stores the error. Every new collective of the group raises this error.
-    2. Every work that is still in flight fails with this error. Threads that block in `wait` raise it at once. Works that were
-       over before stay successful.
+    2. Every work in flight fails with this error. Threads that block in `wait` raise it at once. Works that were over before
+       stay successful.
     3. The group aborts its communicators, so that their kernels leave the GPU. Streams that wait for these kernels continue,
        with garbage in the tensors. Each abort runs on a separate thread, because it may wait for other kernels or for CUDA
-       graphs. At the end of the process, an exit handler waits a few seconds for these threads.
+       graphs.
     4. If the ranks met in a store, this rank writes the failure to the store. The other ranks read the failure within about
        `_HEAR_S` seconds.
 
@@ -64,7 +61,7 @@ class InFlight:
     operation of this thread on the group raises the error.
 
     The monitor (a thread of the process) calls `look` while a launch is in flight. `look` holds no lock while it calls CUDA or
-    NCCL. So another thread can abort the communicators even if CUDA or NCCL never returns.
+    NCCL, so another thread can abort the communicators even if these calls never return.
 
     Args:
         place: returns a text with the group and the rank, for errors.

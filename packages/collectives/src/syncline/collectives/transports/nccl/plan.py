@@ -19,13 +19,10 @@ class NcclPlan(Plan):
     """Runs the calls of one signature. Call `run` while the communicator's stream is current. `run` does not wait for the GPU.
 
     If NCCL can do a reduction, the plan makes one call of NCCL. For any other reduction, the ranks exchange their terms and
-    reduce these terms in rank order. This takes several calls of NCCL, one after the other (`in_steps`). A collective without a
-    reduction takes one call, or several calls between ncclGroupStart and ncclGroupEnd.
+    reduce these terms in rank order, in several calls of NCCL (`in_steps`).
 
     Args:
         comm: the communicator of all ranks of the group. For a send or receive: the communicator of the two ranks.
-        signature: the signature of the calls.
-        device: the device of the tensors.
         reproducible: whether to reduce in rank order if the result depends on the order.
 
     Attributes:

@@ -25,7 +25,6 @@ class Batch:
     """The calls that one thread has issued inside `NcclGroup.coalescing`.
 
     Attributes:
-        calls: the calls, with their plans and tensors.
         work: the work of all calls together; None before the first call.
     """
 
@@ -43,7 +42,6 @@ class Failure:
     """The error that ended the group. All later calls on the group raise this error.
 
     Attributes:
-        error: the error.
         was_told: whether the program has seen the error. If not, `close` must raise it, because results since the failure are
             garbage.
     """
@@ -68,17 +66,16 @@ class Launch:
     The stream reads and writes the caller's tensors after the call has returned. If the caller drops the tensors, torch's
     allocator may reuse their memory at once. So the `Call` holds references to the tensors until one of these events:
 
-    1. `wait` is called, and the current stream is the stream from which the collective was issued. `wait` makes this stream
-       wait for the collective, so later operations on this stream may reuse the memory.
+    1. `wait` is called while the stream from which the collective was issued is current. `wait` makes this stream wait for the
+       collective, so later operations on this stream may reuse the memory.
     2. The monitor, or a thread that blocks in `wait`, sees that the collective is over.
     3. The group failed, and the communicators' kernels have left the GPU.
 
-    `InFlight` holds the launch, but not the work. (The work itself holds the outputs, which are the work's result.) So after
-    `wait`, memory is free as soon as the caller drops the work and the tensors. `record_stream` would delay the reuse. Copies
-    that a collective needs are allocated on the communicator's stream, and need no protection.
+    `InFlight` holds the launch, but not the work, which holds its outputs. So after `wait`, memory is free as soon as the
+    caller drops the work and the tensors. `record_stream` would delay the reuse. Copies that a collective needs are allocated
+    on the communicator's stream, and need no protection.
 
     Args:
-        calls: the calls of this launch.
         describe: returns a text for messages with the call or the batch, the group and the rank.
         timeout_s: the time limit from now on, in seconds.
         work: the work of these calls, which fails if the launch fails. The launch holds only a weak reference to the work.
@@ -152,12 +149,8 @@ class StreamWork(Work):
 
     Args:
         title: the call for error messages. For a batch, this is a call with the name "coalesced".
-        calls: the calls whose tensors are in flight.
         tensors: the output tensors of these calls.
         place: returns a text with the group and the rank, for errors.
-        runtime: returns the current stream, and makes futures.
-        device: the device of the tensors.
-        timeout_s: the time limit from now on, in seconds.
         source: the rank that sends, for a receive.
         batch: the batch, if this object is the work of a batch.
 
@@ -278,9 +271,9 @@ class StreamWork(Work):
         If a thread waits for the future, its current stream waits for the collective. If the call has no output on this rank,
         the value of the future is a list of one meaningless tensor.
 
-        A callback runs at once, on the thread that attaches the callback; see Note [Order over NCCL] in `group`. In two cases,
-        the callback runs later, on the thread that issues the call: for a transfer whose peer is not connected yet, and for a
-        batch that is still open.
+        A callback runs at once, on the thread that attaches it; see Note [Order over NCCL] in `group`. There are two
+        exceptions: a transfer whose peer is not connected yet, and a batch that is still open. Then the callback runs later, on
+        the thread that issues the call.
         """
         with self._changed:
             if self._future is None:

@@ -64,7 +64,7 @@ def huge_page_bytes() -> int:
 
 
 def collapse(mapping: mmap.mmap, start: int, stop: int, seconds: float) -> int:
-    """Make the kernel replace small pages by huge pages with the same content. Access to huge pages is faster.
+    """Make the kernel replace small pages by huge pages with the same content. Return the number of bytes in huge pages.
 
     The memory may be in use. If several processes share the memory, one call is enough. With kernels before 6.1, this function
     does nothing. Measured cost: 1 to 4 ms for each huge page of 2 MiB.
@@ -74,9 +74,6 @@ def collapse(mapping: mmap.mmap, start: int, stop: int, seconds: float) -> int:
         start: the offset of the first byte in `mapping`. The byte's address must be a multiple of the size of a huge page.
         stop: the offset of the end. An incomplete huge page at the end is not replaced.
         seconds: the time limit. After this time, no more pages are replaced.
-
-    Returns:
-        The number of bytes that are now in huge pages.
     """
     step = huge_page_bytes()
     end_s = time.monotonic() + seconds

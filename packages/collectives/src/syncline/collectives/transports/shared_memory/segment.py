@@ -33,15 +33,13 @@ class Segment(mmap.mmap, Inherited):
         part of rank 0       | part of rank 1       | part of rank 2       |
         ^ offset 0             ^ offset 0             ^ offset 0
 
-    The memory exists as long as any rank has this object, or a tensor from `view`. The segment keeps no descriptor open.
-
-    If the segment is at least as large as a huge page, it starts at a multiple of the size of a huge page. Then some mapped
-    memory before and after the segment is unused.
+    The memory exists as long as any rank has this object, or a tensor from `view`. The segment keeps no descriptor open. A
+    segment that is at least as large as a huge page starts at a multiple of the size of a huge page.
 
     Note [Segments in a fork]
     ~~~~~~~~~~~~~~~~~~~~~~~~~
-    A forked child inherits the mapping. Its parent and the other ranks would see the data that the child writes. So the child
-    replaces the shared pages by private pages with zeros, at the same address.
+    A forked child inherits the mapping. The other ranks would see the data that the child writes. So the child replaces the
+    shared pages by private pages with zeros, at the same address.
 
     If this rank's part holds tensors of the user (`holds_tensors`), the child must see these tensors as they were at the fork.
     The kernel has no copy-on-write for shared pages. So before each fork, the parent updates a copy of the part in private
@@ -56,8 +54,6 @@ class Segment(mmap.mmap, Inherited):
 
     Args:
         file: a descriptor of a file with room for `parts` padded parts. The caller may close it afterwards.
-        parts: the number of parts.
-        part_bytes: the size of each part, in bytes.
         mine: the number of this rank's part.
     """
 
@@ -175,8 +171,7 @@ def open_peer_fd(pid: int, file: int, name: str) -> int:
         name: the name that the other process passed to `create_file`.
 
     Raises:
-        OSError: `file` is the descriptor of another file, or this process has no access to the other process. For example, the
-            other process has another user or another namespace, or /proc is restricted.
+        OSError: `file` is the descriptor of another file, or this process has no access to the other process.
     """
     path = f"/proc/{pid}/fd/{file}"
     # If the other process has another namespace of processes, `pid` may be the number of a third process here.
@@ -192,7 +187,6 @@ class FdServer:
     token.
 
     Args:
-        file: the file's descriptor.
         clients: the largest number of clients.
 
     Attributes:

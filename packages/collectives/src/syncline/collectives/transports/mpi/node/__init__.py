@@ -8,6 +8,6 @@ A window is memory that all ranks of the node have mapped. `all_reduce(tensor)` 
 4. `window`: each rank reduces its slice, and writes the result to the tensors of all ranks. Then the ranks wait for one
    another.
 
-For a small tensor, `eager` replaces steps 3 and 4. Each rank writes its tensor to shared memory. The ranks wait for one another
-and compare the call. Then each rank reads and reduces the tensors of all ranks.
+For a small tensor, `eager` replaces steps 3 and 4: each rank writes its tensor to shared memory, the ranks compare the call,
+and each rank reduces the tensors of all ranks.
 """

@@ -27,15 +27,12 @@ class StagingArea:
 
     Note [Slots in turn]
     ~~~~~~~~~~~~~~~~~~~~
-    Chunks use the slots in turn, even chunks of different collectives. All ranks pass the same barriers, at least one for each
-    chunk. Ranks read chunk k after the barrier of chunk k, and copy it out after the barrier of chunk k + 1. So a rank has
-    finished all reads of chunk k before it comes to the barrier of chunk k + 2.
+    Chunks use the slots in turn, even chunks of different collectives. There is at least one barrier for each chunk. Ranks read
+    chunk k after the barrier of chunk k, and copy it out after the barrier of chunk k + 1. So a rank has finished all reads of
+    chunk k before it comes to the barrier of chunk k + 2.
 
     Chunk k + 3 uses the slot of chunk k. Ranks write chunk k + 3 after the barrier of chunk k + 2, so no rank overwrites data
     that another rank still reads.
-
-    Args:
-        node: the group's ranks on this node.
     """
 
     def __init__(self, node: Node) -> None:
@@ -86,7 +83,7 @@ class _Step(NamedTuple):
         copies_in: copies of the slices that other ranks reduce, from this rank's tensor (the block) to its slot.
         slots: for each rank r, the slice in rank r's slot that this rank reduces.
         share: the slice that this rank reduces: its start in the chunk and its length, in elements.
-        copy_to_slot: a copy of this rank's result from its tensor to its slot. None if no other rank needs the result.
+        copy_to_slot: a copy of this rank's result to its slot. None if no other rank needs the result.
         copies_out: copies of the other ranks' results, from their slots to this rank's tensor.
     """
 
@@ -104,19 +101,13 @@ class CopyInCopyOut(Algorithm):
 
     1. Copy all slices of other ranks into this rank's slot.
     2. Wait at a barrier.
-    3. Reduce the own slice in rank order, from the slots of the other ranks and the own tensor. Write the result to the own
-       tensor. For `all_reduce`, also copy the result to the own slot.
+    3. Reduce the own slice in rank order, and write the result to the own tensor. For `all_reduce`, also copy it to the own
+       slot.
     4. For `all_reduce`: after the next barrier, copy the results of the other ranks out of their slots.
 
     Cost for n bytes and p ranks: each rank copies n - n/p bytes in and reduces n/p bytes. For `all_reduce`, each rank also
     copies n/p bytes in and n - n/p bytes out. There is one barrier for each chunk; `all_reduce` has one more barrier at the
     end.
-
-    Args:
-        node: the group's ranks on this node.
-        signature: the signature of the calls.
-        operation: the collective.
-        staging: the group's staging area.
     """
 
     name = "copy-in copy-out"

@@ -25,9 +25,7 @@ class NodeReduction:
     Then the result is copied to all ranks of this node.
 
     Args:
-        node: the group's ranks on this node.
         between: the transport between the leaders of this rank's slice. None: this rank leads no slice.
-        ranks: the number of ranks in the group.
     """
 
     def __init__(self, node: Node, between: MPITransport | None, ranks: int) -> None:
@@ -86,13 +84,7 @@ class NodeReduction:
 
 
 class HierarchicalInWindow(WindowAlgorithm):
-    """Reduces tensors that are in a window on every node.
-
-    Args:
-        node: the group's ranks on this node.
-        signature: the signature of the calls.
-        reduction: reduces the slice that this rank leads.
-    """
+    """Reduces tensors that are in a window on every node."""
 
     name = "hierarchical"
 
@@ -111,10 +103,6 @@ class Hierarchical(Algorithm):
     """Reduces tensors that are in no window. The tensors are copied, piece by piece, to shared memory (the stage).
 
     Cost: for each piece, the ranks wait for one another twice.
-
-    Args:
-        node: the group's ranks on this node.
-        reduction: reduces the slice that this rank leads, and allocates the stage.
     """
 
     name = "hierarchical"

@@ -54,12 +54,10 @@ class NodeTransport(MPITransport):
     """An `MPITransport` that also uses the shared memory of a node. `plan.choose` selects the algorithm of each call.
 
     Args:
-        communicator: as in `MPITransport`.
         reproducible: as in `MPITransport`. If True and there are several nodes, all reductions use MPI.
         thresholds: the smallest size for each algorithm; equal on all ranks.
         piece_bytes: the size of the largest piece that a rank sends in a ring between nodes; equal on all ranks. None: the
-            result of `largest_piece_bytes` on this rank.
-        split: makes the communicator of this rank's node.
+            result of `largest_piece_bytes`.
         ranks_on_node: how many ranks of the job are on this node. None: as many as the group has on this node.
     """
 

@@ -93,12 +93,7 @@ def choose(
 ) -> Choice:
     """Choose the algorithm for tensors that are in no window. All ranks choose the same algorithm.
 
-    Args:
-        operation: the collective.
-        size: the size of the call.
-        capabilities: the facts about the group.
-        thresholds: the sizes in bytes at which the choice changes; equal on all ranks.
-        is_native: whether MPI itself can do the reduction.
+    `thresholds` are the sizes in bytes at which the choice changes. `is_native` says whether MPI itself can do the reduction.
     """
     # If no ranks share memory, or there is nothing to move, use MPI.
     if not capabilities.shares_memory or size.whole == 0:
@@ -180,7 +175,7 @@ class Windows:
     Each place in a window has a key, an integer. All ranks make the same segments in the same order, so equal places have equal
     keys on all ranks. A key is never used again.
 
-    This object keeps no segment alive. A segment is freed with the last tensor of this rank in the segment.
+    A segment is freed with the last tensor of this rank in the segment.
     """
 
     def __init__(self) -> None:
@@ -240,9 +235,7 @@ class NodeMemory:
     """Makes segments, which are memory that the ranks of a node share. Windows are the segments that hold tensors.
 
     Args:
-        hierarchy: knows which ranks share a node.
         communicator: a private communicator of the whole group.
-        messages: lets all ranks of the group wait for one another by MPI messages.
     """
 
     def __init__(self, hierarchy: Hierarchy, communicator: MPI.Intracomm, messages: MessageSync) -> None:
@@ -404,10 +397,7 @@ class ByMPI(Algorithm):
     """Runs a collective of an `MPITransport`, without shared memory.
 
     Args:
-        transport: the transport.
-        signature: the signature of the calls.
         name: "MPI" or "ring".
-        compares: as in `Algorithm`.
     """
 
     def __init__(self, transport: LibraryTransport, signature: Signature, name: str, *, compares: bool) -> None:
@@ -433,10 +423,8 @@ class WindowAlgorithm(ABC):
     def run(self, place: int, part: torch.Tensor, call: Call) -> None:
         """As `Plan.run`, but with a place in a window instead of the argument `whole`.
 
-        Args:
-            place: a key from `Windows.key_of`; equal on all ranks.
-            part: as in `Plan.run`. An all-reduce ignores `part`, because the tensor is at `place`.
-            call: as in `Plan.run`.
+        `place` is a key from `Windows.key_of`, equal on all ranks. An all-reduce ignores `part`, because the tensor is at
+        `place`.
         """
 
 
@@ -447,11 +435,7 @@ class NodePlan(Plan):
     [2] If all tensors are at the same place of a window, `in_window` moves the data.
     [3] Otherwise `algorithm` moves the data. If its shared memory cannot be made, `by_mpi` replaces it for ever.
 
-    Args:
-        node: the group's ranks on this node.
-        algorithm: the algorithm for tensors in no window.
-        by_mpi: the algorithm that needs no shared memory.
-        in_window: the algorithm for tensors in a window; None if a window would not make these calls faster.
+    Without `in_window`, the ranks do not compare places.
     """
 
     def __init__(self, node: Node, algorithm: Algorithm, by_mpi: Algorithm, in_window: WindowAlgorithm | None = None) -> None:

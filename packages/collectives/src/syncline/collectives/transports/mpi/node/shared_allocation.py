@@ -26,13 +26,9 @@ class SharedMemoryError(Exception):
 
 
 def allocate_shared(hierarchy: Hierarchy, communicator: MPI.Intracomm, part_bytes: int, run: Run) -> Segment:
-    """Make memory with a part for each rank of a node. Every rank of the group calls this function.
+    """Make memory with a part of `part_bytes` bytes for each rank of a node. Every rank of the group calls this function.
 
-    Args:
-        hierarchy: knows which ranks of the group share a node.
-        communicator: the group's communicator.
-        part_bytes: the size of each rank's part.
-        run: runs an MPI operation to its end.
+    `communicator` has all ranks of the group. `run` runs an MPI operation to its end.
 
     Raises:
         SharedMemoryError: a rank did not get the memory. All ranks raise this error.
@@ -74,11 +70,9 @@ class _Allocation:
         return None
 
     def problem(self) -> str:
-        """This rank's problems in words; empty if there are none."""
         return "; ".join(self._problems)
 
     def close(self) -> None:
-        """Close the descriptor of the file."""
         if self._file >= 0:
             os.close(self._file)
 

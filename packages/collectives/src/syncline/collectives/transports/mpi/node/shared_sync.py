@@ -59,8 +59,7 @@ class ShmBarrier:
 
     Note [Order in memory]
     ~~~~~~~~~~~~~~~~~~~~~~
-    A rank that sees number k of another rank must also see everything that the other rank wrote before. A processor may reorder
-    reads and writes, so `arrive` has two full fences. No read or write crosses a fence.
+    A processor may reorder reads and writes, so `arrive` has two full fences. No read or write crosses a fence.
 
     [1] A rank passes this fence before it writes its number.
     [2] A rank passes this fence after it has seen all numbers.
@@ -73,14 +72,13 @@ class ShmBarrier:
 
     A number is an aligned word of 64 bits, which a processor writes in one piece.
 
-    x86 needs no instruction for a fence here. x86 may execute a write after a later read, but no step above needs the order of
-    a write before a read.
+    x86 needs no instruction for a fence here: it may execute a write after a later read, but no step above needs the order of a
+    write before a read.
 
     Args:
         segment: the memory, with a part of `barrier_bytes(slot_bytes)` for each rank of the node.
         slot_bytes: the size of an eager slot; a multiple of 64.
-        progress: called while this rank waits, so that the MPI library makes progress. Another rank may need a message of this
-            rank before it comes to the barrier.
+        progress: called while this rank waits. It lets the MPI library send messages that other ranks need before they come.
         fence: this processor's memory fence, from `find_fence`.
         has_own_core: whether there is a core for every rank of the job on this node.
     """
@@ -201,7 +199,6 @@ class SharedSync(Sync):
     """Lets the ranks of one node wait for one another at a `ShmBarrier`.
 
     Args:
-        barrier: the barrier of these ranks.
         messages: communicates with all ranks of the group. After an error, this object finds out which call each rank made.
     """
 

@@ -44,21 +44,16 @@ class SlicesInWindow(WindowAlgorithm):
     Note [Slices]
     ~~~~~~~~~~~~~
     The ranks of a node divide a tensor into one slice for each rank. A rank uses only its own slice, in the tensors of all
-    ranks. It reads the terms of all ranks, reduces them chunk by chunk, and writes each result into all tensors while the
-    result is in the cache. Only two waits are necessary:
+    ranks. It reads the terms of all ranks, reduces them chunk by chunk, and writes each result into all tensors. Only two waits
+    are necessary:
 
     1. `Sync.compare` before the reduction, in `NodePlan.run`, for all ranks of the group. After this wait, all terms are
        written, and no program uses its tensor.
     2. `Sync.wait` after the reduction, for the ranks of this node. After this wait, all slices are written, and no rank uses
        another rank's tensor.
 
-    After each wait, a rank sees all data that the other ranks wrote before. With a `ShmBarrier`, fences guarantee this (see
-    Note [Order in memory] in `shared_sync`). With MPI messages, MPI guarantees this.
-
-    Args:
-        node: the group's ranks on this node.
-        signature: the signature of the calls.
-        operation: the collective.
+    After each wait, a rank sees all data that the other ranks wrote before. The fences of a `ShmBarrier` guarantee this (see
+    Note [Order in memory] in `shared_sync`), or MPI, if the ranks wait by messages.
     """
 
     name = "window"
