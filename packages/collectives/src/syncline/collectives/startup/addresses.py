@@ -60,9 +60,8 @@ class OwnAddress:
 def chosen_interfaces(environ: Mapping[str, str], site: str | None = None) -> tuple[str, ...]:
     """Return the names of the network interfaces that the user has chosen; empty without a choice. A pure function.
 
-    Args:
-        environ: the environment variables. If GLOO_SOCKET_IFNAME is set, it names the interfaces, separated by commas.
-        site: the value of `interface` in the site file, in the same format. Used if GLOO_SOCKET_IFNAME is not set.
+    The variable GLOO_SOCKET_IFNAME in `environ` names the interfaces, separated by commas. If it is not set, `site` (the key
+    `interface` of the site file) names them.
     """
     chosen = environ.get(INTERFACE_VARIABLE) or site or ""
     return tuple(name for name in chosen.replace(" ", "").split(",") if name)
@@ -80,8 +79,7 @@ def loopback_domain() -> str:
 def own_addresses(interfaces: Sequence[str] = ()) -> list[OwnAddress]:
     """Return the addresses at which other hosts may reach this host, IPv4 first.
 
-    If `interfaces` is not empty, return all addresses of these interfaces, in the order of `interfaces`, including loopback
-    addresses.
+    If `interfaces` is not empty, return all their addresses in this order, including loopback addresses.
 
     Raises:
         LaunchError: one of `interfaces` does not exist, is down, or has no address.
@@ -137,7 +135,7 @@ class Doors:
     If the system refuses an address, the address gets no socket, and a warning in the log says why.
 
     Attributes:
-        word: a random text, made for this object. A peer that receives the word knows that it has reached this process.
+        word: a random text. A peer that receives the word knows that it has reached this process.
         places: the addresses and ports of the sockets.
     """
 

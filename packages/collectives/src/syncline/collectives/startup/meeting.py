@@ -42,15 +42,15 @@ class Met:
 def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
     """Wait in the store until all ranks have called this function. Compare `size` and the version of Syncline on all ranks.
 
+    Only these ranks may use `store`, and only for this call. `scope` is the time limit of the whole call.
+
     Cost: with L ranks on this node, each rank sends L + 8 requests of fixed size to the store, for any number of ranks. A rank
     that waits sends more requests.
 
-    `scope` is the time limit of the whole function. Only these ranks may use `store`, and only for this call.
-
     Raises:
         TimeoutError: some ranks did not call this function in time; the error names them.
-        DisagreementError: the ranks were given different sizes, or run different versions. Then all ranks raise this error. Or
-            `size` ranks have met in the store before this rank came. Then only this rank raises this error.
+        DisagreementError: the ranks were given different sizes, or run different versions (all ranks raise the error). Or
+            `size` ranks have met in the store before this rank came (only this rank raises the error).
         StoreError: the store failed.
         BaseException: `scope` was cancelled with this error.
     """

@@ -14,8 +14,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class HostIdentity:
     """The identity of a node: host name and boot id.
 
-    The name alone is not enough, because unconfigured machines are all called "localhost". The boot id alone is not enough,
-    because containers on one machine may share no memory and no devices.
+    The name alone is not enough, because many machines are called "localhost". The boot id alone is not enough, because
+    containers on one machine may share no memory and no devices.
     """
 
     hostname: str

@@ -107,14 +107,8 @@ def choose_backend(
 
     An automatic choice serves tensors on the CPU. If NCCL can work in this process, NCCL is added for tensors on GPUs.
 
-    Args:
-        argument: the `backend` argument of `init_process_group`.
-        environ: the environment variables.
-        launch: the values that the launcher gave this process; None if there is no launcher.
-        missing: returns the reason why a backend cannot work, or None; see `what_is_missing`.
-        scheme: the scheme of the `init_method`.
-        rendezvous_given: whether the caller passed an `init_method`, a store or a world size.
-        settings: the settings from the site file.
+    `missing` returns the reason why a backend cannot work, or None. `scheme` is the scheme of the `init_method`.
+    `rendezvous_given` says whether the caller passed an `init_method`, a store or a world size.
 
     Raises:
         LaunchError: the `init_method` is mpi:// and the argument names another backend.

@@ -2,8 +2,8 @@
 
 Note [Who speaks]
 ~~~~~~~~~~~~~~~~~
-One failure makes many ranks fail, but only one rank of a node speaks: it prints its error in full. The processes of one user on
-a node share a small file. The first rank that fails writes to this file that it speaks. The other ranks print one line that
+One failure makes many ranks fail, but only one rank of a node speaks: it prints its error in full. The first rank that fails
+writes to a small file, which the processes of one user on a node share, that it speaks. The other ranks print one line that
 points to the first rank.
 
 The first rank that fails is usually the cause. But a rank that has only lost a connection knows less than other ranks. So this
@@ -83,11 +83,8 @@ def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool) 
     """Set an excepthook that prints an exception in full on one rank of a node. See Note [Who speaks].
 
     Before the ranks are connected, they do not know which other processes belong to their run. If ranks with the same parent
-    process fail with the same text, only the first rank prints it.
-
-    Args:
-        is_connected: returns whether the ranks are connected. The hook calls this function.
-        has_siblings: whether a launcher started this process.
+    process fail with the same text, only the first rank prints it. The hook calls `is_connected`. `has_siblings` says whether a
+    launcher started this process.
     """
     # Do not set the hook twice, nor at a Python prompt, nor if `syncline run` prints the error.
     if not (_is_handled or hasattr(sys, "ps1") or isinstance(sys.excepthook, _OncePerNode)):
@@ -102,8 +99,6 @@ def print_failures_of_the_run(*, has_siblings: bool) -> None:
 
 
 class _OncePerNode:
-    """Lets one rank of a node print the exception; see Note [Who speaks]."""
-
     def __init__(self, previous: _Hook, is_connected: Callable[[], bool], has_siblings: bool) -> None:
         self._previous = previous
         self._is_connected = is_connected
@@ -287,12 +282,9 @@ def _between() -> tuple[str, ...]:
 def is_first(name: str, began_s: float, folder: Path | None = None) -> bool:
     """Whether no other process of this user has printed under the key `name` since the run began. True if this is not known.
 
-    If so, this process counts as the one that has printed. Entries of other processes count for `FRESH_S` seconds.
-
-    Args:
-        name: a key for the text that this process would print, different for each parent process.
-        began_s: when this process's run began, in seconds since the epoch: see `run_began_s`.
-        folder: the folder of the file. None means the default of `private_folder`.
+    If so, this process counts as the one that has printed. Entries of other processes count for `FRESH_S` seconds. `name` is a
+    key for the text that this process would print, different for each parent process. `began_s` is from `run_began_s`. `folder`
+    is the folder of the file with the keys, by default that of `private_folder`.
     """
     return spoke_before(name, began_s, "", folder) is None
 

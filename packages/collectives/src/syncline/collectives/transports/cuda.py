@@ -187,7 +187,7 @@ class CudaRuntime(DeviceRuntime):
     # ---- copies ----
 
     def empty_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Allocate flat, pinned host memory with as many elements as `tensor`. The content is undefined."""
+        """Allocate flat, pinned host memory with as many elements as `tensor`."""
         return torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=True)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -198,7 +198,7 @@ class CudaRuntime(DeviceRuntime):
         return host
 
     def to_device(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Start to copy `host` to `tensor` on the current stream. Do not wait for the end of the copy."""
+        """Start to copy `host` to `tensor` on the current stream."""
         tensor.view(-1).copy_(host, non_blocking=True)
 
     @override
@@ -212,8 +212,7 @@ class StreamPool:
     If two users shared a stream, a send could be queued behind a receive. If the peer answers only after this send, both ranks
     wait for ever.
 
-    The pool never destroys a stream, because torch's allocator keeps memory for each stream handle. `make` makes a stream on a
-    device, and returns its handle.
+    The pool never destroys a stream, because torch's allocator keeps memory for each stream handle.
     """
 
     def __init__(self, make: Callable[[torch.device], int]) -> None:

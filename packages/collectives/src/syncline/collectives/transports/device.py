@@ -21,11 +21,10 @@ Keep = Callable[..., AbstractContextManager[None]]
 
 
 class DeviceTransport(Transport):
-    """Moves tensors in host memory and tensors of a device.
+    """Moves tensors in host memory, and tensors of a device.
 
     Args:
         host: the transport for tensors in host memory, and for calls without a tensor.
-        device: copies tensors between the device and host memory.
         direct: the transport for tensors of the device. None: these tensors are copied, and `host` moves the copies.
     """
 
@@ -48,7 +47,7 @@ class DeviceTransport(Transport):
         return self._host.compares_every_call
 
     def describe(self) -> str:
-        """Return the host transport's description, and whether tensors of the device travel directly or through host memory."""
+        """Return the host transport's description, and how tensors of the device travel."""
         way = "staged through the host" if self._direct is None else "directly"
         return f"{self._host.describe()}, {self._device.device_type} {way}"
 
@@ -142,11 +141,9 @@ class DeviceTransport(Transport):
 class StagedPlan(Plan):
     """Copies the inputs of a call to host memory, runs a plan of the host transport, and copies the results to the device.
 
-    Cost: one copy to the host for each tensor that is read, and one copy back for each tensor that is written.
+    Cost: one copy for each tensor that is read, and one for each tensor that is written.
 
-    Args:
-        plan: the host transport's plan for the same signature.
-        kept: makes a context for the host buffers. If the plan fails inside the context, the buffers stay alive for ever.
+    If the plan fails inside the context that `kept` makes, the host buffers stay alive for ever.
     """
 
     def __init__(self, plan: Plan, signature: Signature, rank: int, device: DeviceRuntime, kept: Keep) -> None:
@@ -183,7 +180,7 @@ class StagedPlan(Plan):
 
 
 class StagedArrival(Request):
-    """A receive of a device tensor. The message arrives in host memory, and is then copied to the device."""
+    """A receive of a device tensor. The message arrives in host memory first."""
 
     def __init__(self, request: Request, there: torch.Tensor, tensor: torch.Tensor, device: DeviceRuntime) -> None:
         self._request = request

@@ -100,9 +100,9 @@ class GlooTransport(LibraryTransport):
         return f"gloo of torch {torch.__version__}"
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Call Gloo's all-reduce, or, for large float16 and bfloat16 tensors, a reduce-scatter and an all-gather.
+        """Call Gloo's all-reduce. For large float16 and bfloat16 tensors, call a reduce-scatter and an all-gather.
 
-        Gloo's all-reduce of these two dtypes would send 4 bytes for each element. The two other collectives send 2 bytes.
+        For these dtypes, Gloo's all-reduce would send 4 bytes for each element, and the two other collectives send 2 bytes.
         """
         if tensor.dtype not in HALVES or self._group.size == 1 or tensor.nbytes < _SCATTER_HALVES_FROM_BYTES:
             _wait(self._group.all_reduce(tensor, op, async_op=True), call.scope)
@@ -209,7 +209,7 @@ class GlooTransport(LibraryTransport):
 
 
 class _StorePost(StatusPost):
-    """Keeps the latest status line of each rank in the store, and the number of all lines. A larger number means a new line."""
+    """Keeps each rank's latest status line in the store, and the number of all lines: a larger number means a new line."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store
@@ -245,16 +245,9 @@ def connect(
 ) -> GlooTransport:
     """Connect with the other ranks. All ranks call this function with the same store, size and name.
 
-    Args:
-        store: the store in which the ranks meet.
-        rank: this rank.
-        size: the number of ranks.
-        name: the group's name.
-        scope: the time limit of the whole call.
-        devices: where Gloo listens on this rank. By default, Gloo uses `interfaces`, or an address that all ranks can reach.
-        liveness: finds out which ranks are lost. None if the ranks do not know each other yet; then they first meet in the
-            store.
-        interfaces: see `ConnectRequest`.
+    `scope` is the time limit of the whole call. `devices` says where Gloo listens on this rank. By default, Gloo uses
+    `interfaces`, or an address that all ranks can reach. Without `liveness`, the ranks do not know each other yet, and first
+    meet in the store.
 
     Raises:
         CollectiveTimeout: not all ranks came in time, or Gloo did not connect the ranks in time.
@@ -404,7 +397,6 @@ def _newcomer(request: ConnectRequest) -> ShrinkableGroup:
 
 
 def _devices_of_newcomer(request: ConnectRequest, store: Store) -> Devices:
-    """Return where a newcomer listens: by default, at the address from which it reaches rank 0."""
     if request.interfaces:
         own_addresses(request.interfaces)
         return tuple({"interface": name} for name in request.interfaces)
@@ -451,12 +443,10 @@ def _hang_up() -> None:
 
     Note [Leaving while Gloo's thread drops a work]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    When a collective is over, Gloo's own thread may still hold the collective's work and its tensors. If the program ends
-    first, the thread finds no interpreter to drop the tensors with, and aborts the process ("terminate called without an active
-    exception").
-
-    Closing a group waits for Gloo's threads of this group. So we close the groups while there is an interpreter, but not while
-    a call is in flight: closing would wait for the call.
+    When a collective is over, Gloo's own thread may still hold its tensors. If the program ends first, the thread cannot drop
+    the tensors without an interpreter, and aborts the process ("terminate called without an active exception"). Closing a group
+    waits for Gloo's threads. So we close the groups at exit, but not while a call is in flight: closing would wait for the
+    call.
     """
     finish_all()
     for transport in _open if all_idle() else ():

@@ -28,7 +28,7 @@ _REMEDY = "let the ranks meet in a folder (init_method='file:///shared/folder') 
 
 
 def store_lack(request: ConnectRequest, size: int, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return an error text if the store in which the ranks meet may end with a rank; None if the store outlives all ranks.
+    """Return an error text if the store in which the ranks meet may end with a rank; else None.
 
     A store that the caller has passed counts as a store that outlives all ranks.
     """
@@ -44,7 +44,7 @@ def store_lack(request: ConnectRequest, size: int, environ: Mapping[str, str] = 
 
 
 def admit_lack(request: ConnectRequest) -> str | None:
-    """Return an error text if a process that starts later cannot find the ranks' store; None if the process can find it."""
+    """Return an error text if a process that starts later cannot find the ranks' store; else None."""
     if request.store is not None or (request.init_method or "").startswith("file:"):
         return None
     return (
@@ -70,7 +70,7 @@ class GlooReconnector(StoreReconnector):
     """Connects the members of a Gloo group again. The members meet in the same store as at the start of the job.
 
     Args:
-        store: the store in which the ranks met at the start of the job. It must still exist.
+        store: the store, which must still exist.
         connect: connects the members by Gloo. The arguments are `(generation, liveness, store, timeout_s)`. `connect` uses the
             store only during the call.
         lack: the reason why the members cannot meet again; None if they can.

@@ -67,12 +67,12 @@ def file_rendezvous(
         path: a folder that all processes reach under this name; it may contain files of earlier runs.
         rank: this process's rank.
         world_size: the number of processes.
-        rendezvous_id: a name, with the characters that a `run_id` of `FileStore` may have. Runs that meet in one folder at the
-            same time need different names.
+        rendezvous_id: a name, with the characters of a `run_id` of `FileStore`. Runs that meet in one folder at the same time
+            need different names.
         timeout: the time limit of the rendezvous, and of the new store; seconds or a timedelta.
 
     Raises:
-        StoreTimeout: some ranks did not come in time. On rank 0, the message names the missing ranks.
+        StoreTimeout: some ranks did not come in time. On rank 0, the message names them.
         StoreUnavailableError: the folder cannot be written, or other users can write it.
         StoreError: a record in the folder was not written by a rendezvous, or rank 0 answered this rank, and then failed.
         DisagreementError: the ranks were given different values of `world_size`.
@@ -115,12 +115,8 @@ def join_latest_run(
     """Return the store of the latest run in this folder, for a process that joins the run later.
 
     If there is no run, or all processes of the latest run have called `leave_run`, the function waits for the next run. A
-    killed process never calls `leave_run`, so the caller must check whether the processes of the run are alive.
-
-    Args:
-        path: as in `file_rendezvous`.
-        rendezvous_id: as in `file_rendezvous`.
-        timeout: the time limit of the wait, and of the store that is returned; seconds or a timedelta.
+    killed process never calls `leave_run`, so the caller must check whether the processes of the run are alive. The arguments
+    are as in `file_rendezvous`.
 
     Raises:
         StoreTimeout: no run came to the folder in time, or the latest run has ended.

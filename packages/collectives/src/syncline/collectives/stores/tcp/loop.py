@@ -94,7 +94,6 @@ class ServerLoop:
         self._zap_socket.send_multipart([version, number, *verdict, b"", b""])
 
     def _serve(self) -> None:
-        """Answer one request. An invalid request changes nothing, and gets an error reply that says what is wrong."""
         client, table, *parts = self._client_socket.recv_multipart()
         if table not in (b"", self._table_id):  # the client has used the table of an earlier server at this address
             self._answer([(client, pack(Status.OTHER_TABLE))])

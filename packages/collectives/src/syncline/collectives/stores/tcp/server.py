@@ -26,7 +26,7 @@ class TCPStoreServer:
     """Serves a table to every `TCPStore` that has the same secret. The server has its own thread, which runs until `close`.
 
     A client must prove that it has the secret before it can read or write. Until then, the server keeps at most about 100 KiB
-    of memory for the client, and drops it after `proof_timeout`.
+    of memory for the client.
 
     Args:
         host: the one address to listen on, as a number or a name; not a wildcard such as ``0.0.0.0``.

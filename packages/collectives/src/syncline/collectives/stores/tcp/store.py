@@ -25,8 +25,7 @@ GRACE_S = 5.0
 class TCPStore(ServedStore):
     """A client of a `TCPStoreServer`.
 
-    Each thread has its own connection during a call, so a thread that waits blocks no other thread. The object keeps its
-    connections for later calls.
+    Each thread has its own connection during a call, so a thread that waits blocks no other thread.
 
     Cost of a call: one round trip; six more if the call makes a new connection.
 
@@ -37,7 +36,7 @@ class TCPStore(ServedStore):
         host: address or name of the server.
         port: port of the server.
         secret: the server's secret.
-        timeout: seconds or a timedelta; see `Store`. `timeout` also limits how long the constructor tries to connect: the
+        timeout: seconds or a timedelta; see `Store`. It also limits how long the constructor tries to connect, because the
             server may start later than its clients.
 
     Raises:

@@ -33,11 +33,7 @@ class MPIBackend(Backend):
     """The backend "mpi". The ranks are the processes of MPI_COMM_WORLD, or of a communicator that the caller passes."""
 
     def missing(self) -> str | None:
-        """Return an error text if this process cannot use MPI; else None. The method loads the MPI library to find out.
-
-        The process may be a fork of a rank, mpi4py may be missing or find no MPI library, or the library may not belong to the
-        launcher.
-        """
+        """Return an error text if this process cannot use MPI; else None. The method loads the MPI library to find out."""
         # A fork shares the parent's connections but not its threads, so MPI in it would hang.
         if _parent_has_mpi or is_fork_of_rank():
             return _IN_FORK

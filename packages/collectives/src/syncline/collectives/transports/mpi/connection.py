@@ -93,7 +93,6 @@ def _transport(
 
 
 def _all_are_cuda_aware(device: DeviceRuntime | None, communicator: MPI.Intracomm) -> bool:
-    """Whether all ranks use CUDA and an MPI that is CUDA-aware. Every rank of the communicator calls this."""
     # A rank without CUDA takes part in the reduction, too, because the other ranks wait for it.
     is_aware = device is not None and _cuda_awareness().is_aware
     return bool(communicator.allreduce(is_aware, MPI.LAND))
@@ -155,8 +154,8 @@ def meet(communicator: MPI.Intracomm, connecting: Connecting, version: str = __v
     """Return when all ranks of the communicator have called this function, with the same version of Syncline.
 
     Raises:
-        CollectiveTimeout: some ranks did not come in time. The message names the missing ranks, or the ranks (listeners) that
-            know them; see Note [The first meeting].
+        CollectiveTimeout: some ranks did not come in time. The message names them, or the ranks (listeners) that know them; see
+            Note [The first meeting].
         DisagreementError: the ranks run different versions. All ranks raise this error.
     """
     meeting = next((one for one in _unfinished if one.communicator == communicator), None)
@@ -185,8 +184,8 @@ class _Meeting:
 
     Note [The first meeting]
     ~~~~~~~~~~~~~~~~~~~~~~~~
-    The communicator is the user's. A user's receive from any rank with any tag would match a message of ours. So we use only
-    collectives on this communicator. They are non-blocking, because a rank may never come::
+    The communicator is the user's, and a user's receive from any rank with any tag would match a message of ours. So we use
+    only collectives on this communicator. They are non-blocking, because a rank may never come::
 
         1. each rank sends one byte to the listeners of its block of 64 ranks (Igatherv): bytes that have arrived show who is
            here
@@ -194,11 +193,9 @@ class _Meeting:
         3. each rank tests its requests until all are complete, or the time limit is reached
         4. all ranks compare the versions; messages that another version might not understand are sent only after this
 
-    At the time limit, the listeners check which bytes have arrived. MPI cannot cancel a collective, so a rank that calls `meet`
-    again goes on with its earlier requests.
-
-    With blocks, no rank needs a connection to all other ranks. The listeners of a block are its first, middle and last rank,
-    because a listener may be the rank that does not come.
+    MPI cannot cancel a collective, so a rank that calls `meet` again after a time-out goes on with its earlier requests.
+    Because of the blocks, no rank needs a connection to all other ranks. The listeners of a block are its first, middle and
+    last rank, because a listener may be the rank that does not come.
 
     Never change this protocol: ranks with different versions use it to find out that their versions differ.
     """

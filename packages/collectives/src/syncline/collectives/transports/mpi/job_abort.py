@@ -3,21 +3,21 @@
 At the interpreter's exit, mpi4py calls MPI_Finalize, which waits for all processes. A rank that failed with an exception would
 wait there for ever, and the other ranks would wait for this rank in a collective. Three guards prevent this:
 
-1. If an exception in the main thread is not caught, the rank prints the exception, and aborts the job. (At an interactive
-   prompt, the exception ends only the command that was typed.)
+1. If an exception in the main thread is not caught, the rank prints the exception, and aborts the job (but not at an
+   interactive prompt).
 2. If a rank calls `sys.exit` with a status other than 0 while a group is open, the rank aborts the job with this status.
 3. If a rank exits in any other way, it waits in a barrier until all ranks come. After a moment it tells the other ranks that it
    has left (see `LeaveNotices`). Ranks that wait for this rank then fail with an error that names the call: see Note [Who will
    not come] in `health.leaving`.
 
-   If the process of another rank is gone, MPI cannot end the job in order. Then the exiting rank aborts the job. If MPI
-   tolerates faults, the rank only ends itself, within 15 seconds.
+   If the process of another rank is gone, the exiting rank aborts the job, because MPI cannot end it in order. If MPI tolerates
+   faults, the rank only ends itself, within 15 seconds.
 
-A program may end MPI itself with `MPI.Finalize()`, and continue. This calls a callback of this module, because MPI deletes the
-attributes of MPI_COMM_SELF first. The callback closes Syncline's groups, and the ranks meet as in guard 3. Afterwards, a call
-of MPI would abort the process. So Syncline's threads call MPI only inside `while_mpi_runs`.
+A program may end MPI itself with `MPI.Finalize()`, and continue. This calls a callback of this module, which closes Syncline's
+groups, and the ranks meet as in guard 3. Afterwards, a call of MPI would abort the process. So Syncline's threads call MPI only
+inside `while_mpi_runs`.
 
-A forked child of a rank is not a rank: none of the guards holds for it, and it does not call MPI. See Note [Forks] in `forks`.
+A forked child of a rank is not a rank: none of the guards holds for it. See Note [Forks] in `forks`.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class ExitBarrier(Inherited):
 
     Attributes:
         leavers: knows which ranks have left, and which collectives this rank has started.
-        liveness: finds out which ranks are lost, because their process is gone.
-        period_s: the seconds between two calls of `look` by the monitor, also while the rank computes.
+        liveness: finds out which ranks are lost.
+        period_s: the seconds between two calls of `look` by the monitor.
         may_block: True, because `look` calls MPI.
     """
 
@@ -224,10 +224,7 @@ _made: list[ExitBarrier] = []
 
 
 def _end_without_mpi() -> None:
-    """End this process as Python does, but without the C functions that libraries such as mpi4py run at the very end.
-
-    Forked children of a rank register this function with `atexit`.
-    """
+    """End this process as Python does, but without the C functions that libraries such as mpi4py run at the very end."""
     atexit.unregister(_end_without_mpi)
     atexit._run_exitfuncs()
     status = exit_status() or int(getattr(sys, "last_value", None) is not None)  # 1 after an uncaught exception

@@ -111,9 +111,7 @@ def wait(
     longest_nap_s: float = ARRIVAL_NAP_S,
     naps_at_once: bool = False,
 ) -> None:
-    """Block until an MPI request is complete.
-
-    After a few tests of the request, the thread yields its core or sleeps between two tests (see `Patience`).
+    """Block until an MPI request is complete. Between two tests of the request, the thread yields its core or sleeps.
 
     Args:
         request: the request.
@@ -124,7 +122,7 @@ def wait(
             steps, and each sleep would delay a step.
 
     Raises:
-        TimeoutError: the time limit was reached. The request stays active, because MPI cannot cancel a collective.
+        TimeoutError: the time limit was reached. The request stays active.
         BaseException: the scope was cancelled with this error. The request stays active.
     """
     # The thread does not only spin, because it may share its core with the backward pass. Measured on 2 cores (MPICH 5.0, 4
@@ -312,8 +310,7 @@ _SMALL_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16})
 def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
     """Return the MPI type and the MPI reduction for `op`. Return None if MPI's result would differ from `op`.
 
-    AVG and PREMUL_SUM give a SUM. The caller divides the result of AVG, and multiplies the terms of PREMUL_SUM. The result is
-    None for:
+    AVG and PREMUL_SUM give a SUM: the caller divides or multiplies. The result is None for:
 
     - dtypes that are not in `REDUCIBLE`;
     - MIN and MAX of floats, because MPI's result for not-a-number depends on the rank;
@@ -330,7 +327,7 @@ def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.
 def memory(tensor: torch.Tensor) -> MPI.buffer:
     """Return the memory of a contiguous tensor as a buffer for MPI. The caller must keep the tensor alive.
 
-    For a CUDA tensor, this function blocks until the current stream has finished, because MPI does not use CUDA streams.
+    For a CUDA tensor, this function waits for the current stream, because MPI does not use CUDA streams.
     """
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
@@ -340,8 +337,8 @@ def memory(tensor: torch.Tensor) -> MPI.buffer:
 def message(tensor: torch.Tensor, unit_bytes: int) -> tuple[Any, ...]:
     """Describe a contiguous tensor as one message of bytes for MPI. The tensor may have more bytes than a C int can count.
 
-    A tensor with more than `unit_bytes` bytes becomes one element of an MPI type. The other rank may describe the same bytes as
-    `MPI.BYTE`. The caller must keep the tensor alive until the message has been sent or received.
+    A tensor with more than `unit_bytes` bytes becomes one element of an MPI type. The other rank may describe it as `MPI.BYTE`.
+    The caller must keep the tensor alive until the message has been sent or received.
     """
     if tensor.nbytes <= unit_bytes:
         return memory(tensor), MPI.BYTE

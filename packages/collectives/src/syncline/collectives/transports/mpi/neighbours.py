@@ -2,8 +2,8 @@
 
 Note [Neighbours]
 ~~~~~~~~~~~~~~~~~
-If each of N ranks sent a message to every other rank, there would be N^2 messages. Also, a send to a rank without a connection
-may never return: MPICH over TCP waits in the first send to a process until this process also calls MPI.
+If each of N ranks sent a message to every other rank, there would be N^2 messages. Also, MPICH over TCP waits in the first send
+to a process until this process also calls MPI, which may never happen.
 
 So rank r sends messages only to its neighbours: the ranks r - 1, r - 2, r - 4, ... and r + 1, r + 2, r + 4, ... (modulo N).
 Neighbours are connected when the group is made. All other ranks are at most log2 N steps away. A rank passes all news on to its
@@ -11,8 +11,7 @@ neighbours::
 
       message of this rank --> its 2 log2 N neighbours --> their neighbours --> ...      a rank sends again when it hears news
 
-Some ranks may be silent, because they are stopped or gone. Two ranks still hear of one another if neighbours that are not
-silent connect them.
+If some ranks are silent, two ranks still hear of one another if other neighbours connect them.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ class TimeoutReport:
     A rank sends its own call, and the calls of other ranks that it knows, to its neighbours (see Note [Neighbours]). A rank
     that sends nothing is probably the missing rank, because the others reach their time limits at about the same time.
 
-    Cost: with N ranks, a rank sends at most 2 log2 N messages, about log2 N times, 0.1 seconds apart. Ranks that wait in the
-    same call share one entry of a message.
+    Cost: with N ranks, a rank sends at most 2 log2 N messages, about log2 N times, 0.1 seconds apart.
 
     Only this object may use the tag `STATEMENTS` on the communicator.
     """
@@ -148,7 +146,7 @@ class MPIStatusPost(StatusPost):
     For example, rank 13 = 8 + 4 + 1 sends to rank 12 (13 without its lowest bit) and to rank 5 (13 without its highest bit). So
     a line reaches rank 0 even if one rank on a route is stopped. A line has at most 4 KB, so that no send blocks.
 
-    The neighbours must be connected; see Note [Neighbours]. Only this object may use the tag `STATUS` on the communicator.
+    Only this object may use the tag `STATUS` on the communicator.
     """
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
@@ -209,8 +207,7 @@ class LeaveNotices:
     All ranks of the job call the constructor together. Any thread may call the methods. A rank must call `receive` often while
     it waits for other ranks, and now and then while it computes, because `receive` also passes notices on.
 
-    Cost: with N ranks, a rank that has news sends at most 2 log2 N messages, at most every 0.2 seconds. Ranks that have started
-    the same calls share one entry of a message.
+    Cost: with N ranks, a rank that has news sends at most 2 log2 N messages, at most every 0.2 seconds.
 
     Only this object may use the tag `LEAVING` on the communicator.
     """

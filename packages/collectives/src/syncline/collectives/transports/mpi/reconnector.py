@@ -33,15 +33,13 @@ class MPIReconnector(Reconnector):
         4. MPI_Comm_agree tells all survivors whether every survivor has connected; if not, repeat from step 1 with the
            communicator of step 2; after `MOST_ATTEMPTS` times with the same members, all survivors give up
 
-    The steps run on a separate thread, because the program cannot end a call of MPI. After a time-out, the next call of
-    `shrink` waits for the same thread. After a failure, the next call starts a new thread with the communicator of the last
-    step 2, because a rank never shrinks a communicator twice.
-
-    If a rank lives but does not call `shrink`, step 2 does not end. Then `shrink` raises `CollectiveTimeout`, and may be called
-    again.
+    The steps run on a separate thread, because the program cannot end a call of MPI. If a rank lives but does not call
+    `shrink`, step 2 does not end, and `shrink` raises `CollectiveTimeout`. The next call of `shrink` then waits for the same
+    thread. After another failure, it starts a new thread with the communicator of the last step 2, because a rank never shrinks
+    a communicator twice.
 
     Args:
-        communicator: a communicator of all ranks that the group has at the start. Only this object may use the communicator.
+        communicator: a communicator of all ranks that the group has at the start. Only this object may use it.
         connect: makes the transport from a communicator and the ranks of its members in the job. All members call `connect`.
     """
 

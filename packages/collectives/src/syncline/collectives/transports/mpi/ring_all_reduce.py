@@ -33,13 +33,13 @@ class RingAllReduce:
 
     The tensor is divided into one part for each rank, and each part into pieces. In p - 1 steps, each rank adds its own terms
     to a part and sends this part to the next rank. Then every rank has one part of the result. In p - 1 more steps, the results
-    go around the ring. A rank sends a piece as soon as the piece is ready, so the steps overlap.
+    go around the ring. A rank sends a piece as soon as it is ready, so the steps overlap.
 
     The order of the additions is fixed, so the same inputs give the same bits in every run and on every rank.
 
     Cost, for n bytes and p ranks: each rank sends 2 n (p-1)/p bytes in 2 (p - 1) steps. Extra memory: 2 MiB, and in Open MPI up
-    to n/p bytes on a rank that is slower than its network. For 25 MiB between two hosts with 1 Gbit/s, MPICH's own all-reduce
-    took 1.5 to 1.8 times as long (see docs/figures.md, "Between hosts").
+    to n/p bytes on a rank that is slower than its network. See docs/figures.md, "Between hosts", for a comparison with MPI's
+    own all-reduce.
 
     Only this object may use the tag `Tag.RING` on the communicator. `piece_bytes` is the size of the largest piece, equal on
     all ranks; see `largest_piece_bytes`.
@@ -59,7 +59,7 @@ class RingAllReduce:
         Args:
             tensor: flat, in host memory, of one of `DTYPES`, with at least as many elements as there are ranks.
             op: the reduction; not AVG or PREMUL_SUM.
-            call: the call of this reduction. The call's cancel scope ends each wait.
+            call: the call of this reduction, which has the time limit.
             divisor: the result is divided by this number.
         """
         count = pieces_of_part(tensor.nbytes // self._size, self._piece_bytes)
@@ -129,9 +129,8 @@ def pieces_of_part(nbytes: int, piece_bytes: int) -> int:
 def largest_piece_bytes(library: str = MPI.get_vendor()[0], environ: Mapping[str, str] = os.environ) -> int:
     """Return the size in bytes of the largest piece that this rank would send in a ring.
 
-    Over TCP, Open MPI sends a message that exceeds its eager limit only when the receiver asks for it. Then data moves in only
-    one direction at a time. So pieces are not larger than the eager limit, which the user can set for mpirun or in the
-    environment.
+    Over TCP, Open MPI sends a message that exceeds its eager limit only when the receiver asks for it, so that data moves in
+    only one direction at a time. So pieces are not larger than the eager limit, which the user can set.
     """
     # Open MPI takes other notations, too. This function does not read them, and assumes Open MPI's default.
     given = environ.get(TCP_EAGER_LIMIT, "")

@@ -60,13 +60,11 @@ class MPITransport(LibraryTransport):
     - all reductions, if `reproducible` is True.
 
     For these reductions, each rank owns a slice of the tensor. An all-to-all moves all terms of a slice to its owner, which
-    reduces them in rank order. Then an `all_reduce` needs an all-gather, and a `reduce` needs a gather.
-
-    Cost of an `all_reduce` with slices, for n bytes and p ranks: each rank sends 2 n (p-1)/p bytes, as in a ring, and needs 2 n
-    bytes of extra memory.
+    reduces them in rank order. Then an `all_reduce` needs an all-gather, and a `reduce` needs a gather. Cost of such an
+    `all_reduce`, for n bytes and p ranks: each rank sends 2 n (p-1)/p bytes, and needs 2 n bytes of extra memory.
 
     Args:
-        communicator: a communicator. Only this transport may use the communicator.
+        communicator: a communicator. Only this transport may use it.
         reproducible: whether to reduce in rank order. Then the same inputs give the same bits in every run.
         report: after a time-out, finds out in which calls the other ranks wait. None: make a new report for this communicator.
         on_device: whether tensors are in a device's memory, which the MPI library must support.
@@ -107,9 +105,8 @@ class MPITransport(LibraryTransport):
     def use_ring(self, ring_bytes: int, piece_bytes: int) -> None:
         """Reduce large tensors in a ring from now on. Call this method only if each rank is alone on its node.
 
-        Args:
-            ring_bytes: use the ring if a tensor has at least this many bytes for each rank; equal on all ranks.
-            piece_bytes: the size of the largest piece that a rank sends in the ring; equal on all ranks.
+        The ring takes tensors with at least `ring_bytes` bytes for each rank. The largest piece that a rank sends has
+        `piece_bytes` bytes. Both numbers are equal on all ranks.
         """
         # A group of one rank needs no ring. The ring reduces on the host, so it cannot take the memory of a device.
         if self._size > 1 and not self._on_device:
@@ -375,8 +372,8 @@ class MPITransport(LibraryTransport):
         Note [Presync]
         ~~~~~~~~~~~~~~
         MPI's collectives have a blocking and a non-blocking form. A thread cannot leave a blocking call, so a time limit needs
-        the non-blocking form. But in Open MPI the non-blocking form is slower. With version 5.0, two ranks of a node all-reduce
-        1 MiB in 1,000 us instead of 160 us, and 4 MiB in 7,900 us instead of 690 us.
+        the non-blocking form. But in Open MPI the non-blocking form is slower: with version 5.0, two ranks of a node all-reduce
+        4 MiB in 7,900 us instead of 690 us.
 
         So with Open MPI we use the blocking form for a large collective, but only after all ranks have come for the same call.
         If a rank dies or stops while the data moves, the monitor ends the process, and the launcher ends the job. A job that

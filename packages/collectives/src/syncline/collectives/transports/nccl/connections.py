@@ -38,11 +38,9 @@ MULTI_RANK_VARIABLE, MULTI_RANK_VERSION = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30)
 
 @dataclass(frozen=True)
 class StreamCommunicator:
-    """A communicator and its CUDA stream.
+    """A communicator of all ranks of a group, or of two ranks in one direction, and its CUDA stream.
 
-    Attributes:
-        communicator: connects all ranks of a group, or two ranks in one direction.
-        lock: a thread holds this lock while it issues a call, because NCCL allows only one thread at a time.
+    A thread holds `lock` while it issues a call, because NCCL allows only one thread at a time.
     """
 
     communicator: Communicator
@@ -55,8 +53,7 @@ class Connector:
 
     Args:
         nccl: the module `cupy.cuda.nccl`, or a fake.
-        rendezvous: lets the ranks of the job exchange messages before NCCL connects them. All groups of the job use one
-            rendezvous.
+        rendezvous: lets the ranks of the job exchange messages without NCCL. All groups of the job use one rendezvous.
         ranks: for each rank of the group, its rank in the job.
     """
 
@@ -144,7 +141,7 @@ class Connections:
     Args:
         place: returns a text with the group and the rank, for errors.
         timeout_s: returns the time limit for connecting, in seconds.
-        in_flight: watches each communicator. If a pair cannot connect, it ends the group.
+        in_flight: watches each communicator.
         of_all: the communicator of all ranks, if it exists already.
     """
 
@@ -208,8 +205,8 @@ class Connections:
     def split(self, members: Sequence[int] | None, color: int | None, scope: CancelScope) -> StreamCommunicator | None:
         """Call ncclCommSplit to make a communicator for a new group of some of this group's ranks.
 
-        Return None if this rank is in no new group, or if this group is not connected yet. In the second case, the new group
-        connects at its first use.
+        Return None if this rank is in no new group, or if this group is not connected yet. Then the new group connects at its
+        first use.
 
         Raises:
             FatalError: NCCL could not make the communicator.
@@ -233,8 +230,8 @@ class Connections:
         NCCL waits for the other ranks, and until the program has deleted the CUDA graphs that use a communicator.
 
         Raises:
-            TransportError: NCCL did not return within the group's time limit. (If a call was captured in a CUDA graph, the
-                limit is at most 30 seconds.)
+            TransportError: NCCL did not return within the group's time limit, or within 30 seconds after a capture in a CUDA
+                graph.
         """
         scope = CancelScope(min(_GRAPHS_S, self._timeout_s()) if self._was_captured else self._timeout_s())
         # On separate threads, because the other ranks may destroy their communicators in another order.
@@ -331,7 +328,7 @@ class Pair:
 
     Args:
         connect: makes a communicator for each direction. The separate thread calls this function.
-        fail: called with the error if `connect` or a transfer fails on the separate thread.
+        fail: called with the error if the separate thread fails.
         context: makes the context in which the separate thread runs.
     """
 

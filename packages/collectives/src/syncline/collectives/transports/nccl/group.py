@@ -60,14 +60,14 @@ class NcclGroup(EngineGroup):
     1. All collectives of the group run on one stream, in the order in which the group's queue gives turns to the callers'
        threads. A collective starts after all operations that are on the caller's current stream when it is issued.
     2. The call returns when the collective is on the stream. But if NCCL must connect ranks first, the call blocks until they
-       are connected. This happens at the group's first collective, at the first gather, scatter and all-to-all, and at the
-       first reduction in steps (see `NcclPlan`). For transfers between two ranks, a separate thread connects the ranks. `wait`
-       makes the current stream wait for the collective. `wait` blocks the calling thread only with a timeout, or for a barrier.
+       are connected: at the group's first collective, at the first gather, scatter and all-to-all, and at the first reduction
+       in steps (see `NcclPlan`). `wait` makes the current stream wait for the collective. `wait` blocks the calling thread only
+       with a timeout, or for a barrier.
     3. For the CPU, a future is complete when the collective is on the stream. A callback runs on the thread that attaches it,
        before this thread issues another call. Meanwhile, the thread's current stream waits for the collective. So a call that
        the callback issues has the same place in the order on every rank. `StreamWork.get_future` names two exceptions.
     4. `send` and `recv` have no place in the order, because each direction between two ranks has its own communicator and
-       stream.
+       stream. A separate thread connects the two ranks.
     5. A future's callback may issue collectives. So a thread must hold no lock when it completes a future: it calls
        `StreamWork.settle` after its turn in the queue. If an error must end the group, the code in the turn raises a
        `FatalError`. The group ends after the turn.
@@ -83,9 +83,9 @@ class NcclGroup(EngineGroup):
 
     Note [Comparison over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    NCCL does not compare calls: if ranks make different calls, they get wrong sums or wait for ever. So the ranks compare their
-    histories (see Note [Comparison of calls] in `health.agreement`) by messages on the host. A thread of the group does this,
-    and a training step does not wait for it. If a comparison finds a difference, the group ends, and the next call on the group
+    NCCL does not compare calls: if ranks make different calls, they get wrong sums or wait for ever. So a thread of the group
+    compares the histories of the ranks (see Note [Comparison of calls] in `health.agreement`) by messages on the host. A
+    training step does not wait for this. If a comparison finds a difference, the group ends, and the next call on the group
     raises the error.
 
     A barrier with `async_op=False` waits for a comparison, and raises its error even if NCCL never ends the barrier. `close`
@@ -182,7 +182,6 @@ class NcclGroup(EngineGroup):
         return work
 
     def _barrier(self, signature: Signature, async_op: bool) -> StreamWork:
-        """Without `async_op`, wait for the end of the barrier, and until the ranks have compared their calls."""
         if self._runtime.is_capturing():
             raise MisuseError(
                 f"{signature} on {self.place()}: it blocks the CPU, but a CUDA graph is being captured, in which "

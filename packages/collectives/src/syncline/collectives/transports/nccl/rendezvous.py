@@ -59,8 +59,8 @@ class Rendezvous(ABC):
             ranks: the ranks that agree, as ranks in the job.
             rank: this process's rank in the job.
             payload: this process's payload.
-            decide: makes the decision from all payloads, in the order of `ranks`. Only the first rank calls this function.
-            scope: the time limit for the whole call.
+            decide: makes the decision from all payloads, in the order of `ranks`. Only the first rank calls it.
+            scope: the time limit.
 
         Raises:
             TransportError: a rank did not come in time, or the first rank could not decide.

@@ -72,13 +72,12 @@ class Launch:
     3. The group failed, and the communicators' kernels have left the GPU.
 
     `InFlight` holds the launch, but not the work, which holds its outputs. So after `wait`, memory is free as soon as the
-    caller drops the work and the tensors. `record_stream` would delay the reuse. Copies that a collective needs are allocated
-    on the communicator's stream, and need no protection.
+    caller drops the work and the tensors. `record_stream` would delay the reuse.
 
     Args:
         describe: returns a text for messages with the call or the batch, the group and the rank.
         timeout_s: the time limit from now on, in seconds.
-        work: the work of these calls, which fails if the launch fails. The launch holds only a weak reference to the work.
+        work: the work of these calls, which fails if the launch fails. The launch holds only a weak reference to it.
 
     Attributes:
         captured: whether the launch is part of a CUDA graph. If so, its event has no meaning outside the graph.

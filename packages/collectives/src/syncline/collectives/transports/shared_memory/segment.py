@@ -136,8 +136,6 @@ def _address(mapping: mmap.mmap) -> int:
 def create_file(name: str, nbytes: int) -> int:
     """Make a new file in memory, and return its descriptor. The kernel frees the file when no process uses it any more.
 
-    The file is not in /dev/shm, so no file is left after a crash.
-
     Raises:
         OSError: this system has no such files, or does not allow this size.
     """
@@ -165,10 +163,7 @@ def reserve(file: int, part_bytes: int, part: int) -> None:
 def open_peer_fd(pid: int, file: int, name: str) -> int:
     """Open a file that another process of this machine made with `create_file`, and return a new descriptor.
 
-    Args:
-        pid: the other process.
-        file: the descriptor of the file in the other process.
-        name: the name that the other process passed to `create_file`.
+    `file` is the descriptor in the process `pid`. `name` is the name that this process passed to `create_file`.
 
     Raises:
         OSError: `file` is the descriptor of another file, or this process has no access to the other process.
@@ -183,11 +178,8 @@ def open_peer_fd(pid: int, file: int, name: str) -> int:
 class FdServer:
     """Passes a file descriptor to other processes, over an abstract socket. Clients must be in the same network namespace.
 
-    A client must send the token, which the ranks exchange by MPI. Call `serve` after all clients have connected and sent the
-    token.
-
-    Args:
-        clients: the largest number of clients.
+    A client must send the token, which the ranks exchange by MPI. Call `serve` after all clients (at most `clients`) have
+    connected and sent the token.
 
     Attributes:
         address: the socket's address.

@@ -5,8 +5,7 @@ A window is memory that all ranks of the node have mapped. `all_reduce(tensor)` 
 1. `engine.host_group`: `HostGroup` runs the plan of the call's signature when it is the call's turn.
 2. `node_transport`: `NodeTransport.plan` makes the plan at the signature's first call.
 3. `plan`: `NodePlan.run` finds the tensor's place. The ranks compare the call and the place by `shared_sync`.
-4. `window`: each rank reduces its slice, and writes the result to the tensors of all ranks. Then the ranks wait for one
-   another.
+4. `window`: each rank reduces its slice, and writes the result to the tensors of all ranks.
 
 For a small tensor, `eager` replaces steps 3 and 4: each rank writes its tensor to shared memory, the ranks compare the call,
 and each rank reduces the tensors of all ranks.

@@ -28,11 +28,9 @@ class StagingArea:
     Note [Slots in turn]
     ~~~~~~~~~~~~~~~~~~~~
     Chunks use the slots in turn, even chunks of different collectives. There is at least one barrier for each chunk. Ranks read
-    chunk k after the barrier of chunk k, and copy it out after the barrier of chunk k + 1. So a rank has finished all reads of
-    chunk k before it comes to the barrier of chunk k + 2.
-
-    Chunk k + 3 uses the slot of chunk k. Ranks write chunk k + 3 after the barrier of chunk k + 2, so no rank overwrites data
-    that another rank still reads.
+    chunk k after the barrier of chunk k, and copy it out after the barrier of chunk k + 1. So all reads of chunk k end before
+    the barrier of chunk k + 2. Chunk k + 3 uses the slot of chunk k, but is written after the barrier of chunk k + 2. So no
+    rank overwrites data that another rank still reads.
     """
 
     def __init__(self, node: Node) -> None:
@@ -80,11 +78,11 @@ class _Step(NamedTuple):
     """A rank's copies and its reduction, for chunks of one length in one slot.
 
     Attributes:
-        copies_in: copies of the slices that other ranks reduce, from this rank's tensor (the block) to its slot.
+        copies_in: copies of the slices that other ranks reduce, to this rank's slot.
         slots: for each rank r, the slice in rank r's slot that this rank reduces.
         share: the slice that this rank reduces: its start in the chunk and its length, in elements.
         copy_to_slot: a copy of this rank's result to its slot. None if no other rank needs the result.
-        copies_out: copies of the other ranks' results, from their slots to this rank's tensor.
+        copies_out: copies of the other ranks' results, from their slots.
     """
 
     copies_in: list[_Copy]
@@ -105,9 +103,8 @@ class CopyInCopyOut(Algorithm):
        slot.
     4. For `all_reduce`: after the next barrier, copy the results of the other ranks out of their slots.
 
-    Cost for n bytes and p ranks: each rank copies n - n/p bytes in and reduces n/p bytes. For `all_reduce`, each rank also
-    copies n/p bytes in and n - n/p bytes out. There is one barrier for each chunk; `all_reduce` has one more barrier at the
-    end.
+    Cost for n bytes and p ranks: each rank copies n - n/p bytes in and reduces n/p bytes. For `all_reduce`, it also copies n/p
+    bytes in and n - n/p bytes out. There is one barrier for each chunk, and for `all_reduce` one more.
     """
 
     name = "copy-in copy-out"

@@ -25,8 +25,7 @@ _Read = Callable[[torch.Tensor, torch.Tensor], None]
 class Eager(Algorithm):
     """Moves small tensors. The ranks wait for one another only once: at a `ShmBarrier`, which also compares the call.
 
-    Every rank reduces all slots in rank order, so all ranks get the same bits. The data that other ranks read from a rank must
-    fit into a slot. See Note [Arrivals in turn] in `shared_sync`.
+    Every rank reduces all slots in rank order, so all ranks get the same bits. See Note [Arrivals in turn] in `shared_sync`.
 
     Cost for n bytes and p ranks: each rank reads p n bytes.
     """

@@ -32,10 +32,10 @@ class Hierarchy:
         node: the communicator of this rank's node.
         nodes: the number of nodes.
         shares_memory: whether any node has more than one rank of the group.
-        fence: this processor's memory fence, which a `ShmBarrier` needs. If one rank has no fence, all ranks have None.
+        fence: this processor's memory fence. If one rank has no fence, all ranks have None.
         leaders: the number of leaders on each node, which are the first ranks of the node.
-        inter_node: a communicator of the leaders of this rank's slice, one on each node. None if this rank leads no slice, or
-            if there is only one level: one node, or one rank on each node.
+        inter_node: a communicator of the leaders of this rank's slice. None if this rank leads no slice, or if there is only
+            one level: one node, or one rank on each node.
     """
 
     def __init__(self, communicator: MPI.Intracomm, split: SplitByNode = split_by_node) -> None:

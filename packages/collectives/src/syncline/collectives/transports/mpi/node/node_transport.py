@@ -56,8 +56,8 @@ class NodeTransport(MPITransport):
     Args:
         reproducible: as in `MPITransport`. If True and there are several nodes, all reductions use MPI.
         thresholds: the smallest size for each algorithm; equal on all ranks.
-        piece_bytes: the size of the largest piece that a rank sends in a ring between nodes; equal on all ranks. None: the
-            result of `largest_piece_bytes`.
+        piece_bytes: the size of the largest piece in a ring between nodes; equal on all ranks. None: the result of
+            `largest_piece_bytes`.
         ranks_on_node: how many ranks of the job are on this node. None: as many as the group has on this node.
     """
 

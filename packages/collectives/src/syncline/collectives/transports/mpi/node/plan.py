@@ -53,8 +53,6 @@ class Capabilities(NamedTuple):
     """Facts about a group, from which `choose` selects an algorithm. All ranks have equal facts.
 
     Attributes:
-        ranks: the number of ranks.
-        nodes: the number of nodes.
         least_ranks_of_node: the number of ranks on the node with the fewest ranks.
         shares_memory: whether any node has more than one rank.
         has_barrier: whether the group can make a `ShmBarrier`.
@@ -173,9 +171,7 @@ class Windows:
     """The windows of this process: the shared segments in which tensors were allocated.
 
     Each place in a window has a key, an integer. All ranks make the same segments in the same order, so equal places have equal
-    keys on all ranks. A key is never used again.
-
-    A segment is freed with the last tensor of this rank in the segment.
+    keys on all ranks. A key is never used again. A segment is freed with the last tensor of this rank in the segment.
     """
 
     def __init__(self) -> None:
@@ -296,7 +292,6 @@ class Node:
     The first call on the group makes a barrier in shared memory.
 
     Args:
-        hierarchy: knows which ranks share a node.
         communicator: a private communicator of the whole group.
         messages: lets all ranks of the group wait for one another by MPI messages.
         local_messages: like `messages`, but only for the ranks of this node.

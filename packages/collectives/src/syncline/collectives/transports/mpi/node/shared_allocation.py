@@ -44,7 +44,7 @@ def allocate_shared(hierarchy: Hierarchy, communicator: MPI.Intracomm, part_byte
 
 
 class _Allocation:
-    """One rank's steps to make a file that all ranks of its node share. `run` runs an MPI operation to its end.
+    """One rank's steps to make a file that all ranks of its node share.
 
     If a step fails on a rank, the rank still takes part in all later collectives, and reports its problem afterwards.
     """
@@ -58,7 +58,6 @@ class _Allocation:
         self._file = -1
 
     def segment(self) -> Segment | None:
-        """Make the segment. Return None if this rank failed."""
         origin = self._create()
         if origin is not None and self._open(*origin):
             with self._recording():
@@ -95,7 +94,7 @@ class _Allocation:
         return self._all_gather(None if self._file < 0 else (os.getpid(), self._file, name))[0]
 
     def _open(self, pid: int, file: int, name: str) -> bool:
-        """Open the file through /proc of the first rank, or get it over a socket. Return whether this rank has it."""
+        """Open the file through /proc of the first rank, or get it over a socket. Return whether this worked."""
         if not self._is_first:
             with self._recording():
                 self._file = open_peer_fd(pid, file, name)
@@ -161,9 +160,8 @@ def _agree(communicator: MPI.Intracomm, problem: str, run: Run) -> None:
 def probe_shared_memory() -> str:
     """Test shared memory: each rank reads data from the other ranks of its node. Every rank of the job calls this function.
 
-    Returns:
-        The result as text, equal on all ranks. The text begins with "yes" or "no", or with "nothing" if every rank is alone on
-        its node.
+    Return the result as text, equal on all ranks. It begins with "yes" or "no", or with "nothing" if every rank is alone on its
+    node.
     """
     with mpi_errors():
         communicator = MPI.COMM_WORLD.Dup()

@@ -64,16 +64,14 @@ class ShmBarrier:
     [1] A rank passes this fence before it writes its number.
     [2] A rank passes this fence after it has seen all numbers.
 
-    A rank reads new data: rank A writes data, passes fence [1], and writes its number. Rank B reads this number, passes fence
-    [2], and reads the data.
+    A rank reads new data: rank A writes data, passes [1], and writes its number. Rank B reads this number, passes [2], and
+    reads the data.
 
-    No rank overwrites a slot too early: A reads B's slot of arrival k, passes fence [1], and writes its number k + 1. B reads
-    this number, passes fence [2], and writes its slot for arrival k + 2.
+    No rank overwrites a slot too early: A reads B's slot of arrival k, passes [1], and writes its number k + 1. B reads this
+    number, passes [2], and writes its slot for arrival k + 2.
 
-    A number is an aligned word of 64 bits, which a processor writes in one piece.
-
-    x86 needs no instruction for a fence here: it may execute a write after a later read, but no step above needs the order of a
-    write before a read.
+    A number is an aligned word of 64 bits, which a processor writes in one piece. x86 needs no instruction for a fence here: it
+    may execute a write after a later read, but no step above needs the order of a write before a read.
 
     Args:
         segment: the memory, with a part of `barrier_bytes(slot_bytes)` for each rank of the node.
@@ -114,15 +112,11 @@ class ShmBarrier:
             return self._segment.rows(_HEAD_BYTES + turn * self.slot_bytes + offset_bytes, numel, dtype)
 
     def arrive(self, scope: CancelScope, digest: int = 0, place: int = NOWHERE) -> tuple[bool, bool]:
-        """Return when all ranks have arrived.
+        """Return when all ranks have arrived. Return whether all ranks passed one `digest`, and whether they passed one
+        `place`.
 
-        Args:
-            scope: the time limit, which can also be cancelled.
-            digest: the digest of this rank's call; 64 bits.
-            place: the key of this rank's tensor from `Windows.key_of`, or `NOWHERE`.
-
-        Returns:
-            Whether `digest` is equal on all ranks, and whether `place` is equal on all ranks and not `NOWHERE`.
+        `digest` is the digest of this rank's call. `place` is the key of this rank's tensor from `Windows.key_of`, or
+        `NOWHERE`, for which the second answer is False. Both have 64 bits.
 
         Raises:
             GaveUpError: a rank will not come, or `give_up` was called on this rank.

@@ -44,8 +44,8 @@ class SlicesInWindow(WindowAlgorithm):
     Note [Slices]
     ~~~~~~~~~~~~~
     The ranks of a node divide a tensor into one slice for each rank. A rank uses only its own slice, in the tensors of all
-    ranks. It reads the terms of all ranks, reduces them chunk by chunk, and writes each result into all tensors. Only two waits
-    are necessary:
+    ranks. It reduces the terms of all ranks chunk by chunk, and writes each result into all tensors. Only two waits are
+    necessary:
 
     1. `Sync.compare` before the reduction, in `NodePlan.run`, for all ranks of the group. After this wait, all terms are
        written, and no program uses its tensor.
