@@ -4,7 +4,7 @@ A host's name does not help: it may resolve to 127.0.1.1, to nothing, or to an a
 
 So rank 0 opens a "door" at each of its addresses: a listening socket that sends a secret word to each peer. All other ranks try
 all doors. The first door that every rank has reached gives the address of rank 0. Each other rank gets the address of its own
-end of the connection to this door. (Without the word, a proxy, or another host with the same address, could answer unnoticed.)
+end of the connection to this door. (The word shows that no proxy, and no other host, has answered.)
 """
 
 from __future__ import annotations
@@ -186,7 +186,6 @@ class Tried:
     """The result when one rank has tried to connect to each door of rank 0. A door is a listening socket: see `Doors`.
 
     Attributes:
-        host: the name of the rank's host.
         own: for the number of each door that the rank has reached, the address of the rank's own end of the connection.
         failed: for the number of each other door, the reason, in words.
     """

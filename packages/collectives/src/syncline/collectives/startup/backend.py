@@ -30,17 +30,14 @@ class ConnectRequest:
         launch: the values that the launcher gave this process, or None if no launcher started this process.
         rank, world_size: the arguments that the caller gave to `init_process_group`, or None.
         init_method: the URL where the ranks meet ("env://", "file://...", "tcp://..."; see `rendezvous`), or None.
-        store: a store of Syncline or torch in which the ranks meet instead of `init_method`, or None. It has no keys of an
+        store: a store of Syncline or torch in which the ranks meet instead of `init_method`, or None; without keys of an
             earlier run.
-        timeout_s: the group's time limit in seconds.
-        group_name: the group's name in error messages.
         reproducible: whether reductions must give the same bits in every run. A backend that cannot do this must refuse to
             connect.
         host_group: a group of the same ranks for tensors in host memory, or None. A backend for GPUs may use its `send` and
             `recv` as long as the new group lives.
         check_calls: whether the ranks must compare each collective before it starts. A backend that cannot do this must refuse
             to connect.
-        thresholds: the sizes of tensors that decide which algorithm a collective uses.
         stall_warning_s: after this many seconds in one call, rank 0 logs which rank waits for which rank. 0 means never.
         communicator: an mpi4py communicator, whose ranks become the ranks of the group. None means all ranks of the MPI job.
         interfaces: the network interfaces on which ranks of several hosts meet, and on which Gloo communicates; if empty, the

@@ -28,9 +28,7 @@ class Launch:
     """The rank of this process in its job, and the sizes of the job and the node, according to the launcher.
 
     Attributes:
-        launcher: the launcher's name, such as "Open MPI".
         is_mpi: whether the launcher starts MPI programs (mpiexec, mpirun, srun), so that MPI can connect the ranks.
-        rank: this process's rank, 0 to world_size - 1.
         world_size: number of processes of the job. None if the launcher does not say (PALS, or PMIx alone).
         local_rank: rank among the processes of this node, or None if the launcher does not say. Only for warnings and errors:
             use `api.placement` elsewhere.
@@ -230,7 +228,7 @@ def launch_by(communicator: Any) -> Launch:
     """Return the rank of this process and the number of ranks in the caller's mpi4py communicator, as a `Launch`.
 
     Raises:
-        InvalidArgumentError: the argument is not a communicator, or is MPI.COMM_NULL (this process is not in the communicator).
+        InvalidArgumentError: the argument is not a communicator, or this process is not in the communicator.
     """
     if not hasattr(communicator, "Get_rank") or not communicator:
         raise InvalidArgumentError(

@@ -30,8 +30,7 @@ class Met:
     """The information that a rank has about other ranks after all ranks have met in the store.
 
     Attributes:
-        processes: for each rank of this node, the identity of its process. Empty if the operating system has no such
-            identities.
+        processes: for each rank of this node, the identity of its process, if the operating system has one.
         share_loopback: whether all ranks certainly reach each other at the loopback address.
     """
 

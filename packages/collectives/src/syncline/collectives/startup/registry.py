@@ -162,7 +162,7 @@ class PerDeviceBackend(Backend):
         self._backends = dict(backends)
 
     def missing(self) -> str | None:
-        """Return the problem of the first backend that has a problem, or None if no backend has a problem."""
+        """Return the problem of the first backend that has one; else None."""
         lacks = (backend.missing() for backend in self._backends.values())
         return next((lack for lack in lacks if lack is not None), None)
 
@@ -174,7 +174,7 @@ class PerDeviceBackend(Backend):
     def connect(self, request: ConnectRequest) -> PerDeviceGroup:
         """Connect one backend after the other. The CPU's backend comes first, and the other backends get the CPU's group.
 
-        If any of the backends has `meets_in_store`, only the backends with `meets_in_store` get the request's store.
+        If any backend has `meets_in_store`, only the backends with `meets_in_store` get the request's store.
         """
         groups: dict[str, ProcessGroup] = {}
         for device in sorted(self._backends, key=lambda device: device != "cpu"):

@@ -172,7 +172,7 @@ def _left_at_exit(store: FileStore) -> dist.Store:
 
 
 def loopback_host(init_method: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the host of a URL if the host is a loopback address. Return None for other hosts and for URLs without a host."""
+    """Return the host of a URL if it is a loopback address; else None."""
     scheme = check_init_method(init_method)
     if scheme == "tcp":
         host = parse_address(init_method).host

@@ -36,8 +36,8 @@ class AlgorithmThresholds:
     Attributes:
         eager_bytes: a collective uses the eager algorithm if a rank reads at most this many bytes from its peers. A larger
             value means fewer waits per call. But each rank reads and reduces all data, and the group needs more shared memory.
-        window_bytes: the smallest memory that `allocate` puts in a window (memory that all ranks of a node can read and write),
-            and the smallest tensor that a collective looks for in windows. A smaller value means that more tensors are reduced
+        window_bytes: the smallest memory that `allocate` puts in a window (memory that all ranks of a node can read and write).
+            Also the smallest tensor that a collective looks for in windows. A smaller value means that more tensors are reduced
             in place. But each tensor takes whole memory pages.
         staged_bytes: the smallest tensor outside of windows that a reduction copies into shared memory and out again. A smaller
             value means fewer reductions by MPI. But each reduction through shared memory copies its tensor twice, and waits for

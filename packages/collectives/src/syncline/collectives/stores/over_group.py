@@ -32,8 +32,7 @@ _GOODBYES_S = 5.0
 class GroupStore(ServedStore):
     """A store for the ranks of a group. The program must not use the group for anything else.
 
-    A thread on rank 0 answers the requests of the other ranks. It checks for requests every 0.2 ms to 20 ms, and with many
-    ranks less often.
+    A thread on rank 0 checks for requests of the other ranks every 0.2 ms to 20 ms, and with many ranks less often.
 
     Cost of a call: four messages, and no message on rank 0. A call that waits for a key repeats its request.
 
@@ -79,9 +78,9 @@ class GroupStore(ServedStore):
     def close(self) -> None:
         """Tell rank 0 that this rank will send no more requests, and close the group. A second call does nothing.
 
-        Rank 0 waits a few seconds at most until all other ranks have called `close`. The group is aborted if a rank does not
-        call `close` in time, if rank 0 is gone, or if an earlier call on this rank ended before its answer came. In a forked
-        child, `close` does nothing.
+        Rank 0 waits a few seconds at most until all other ranks have called `close`. In three cases, the group is aborted: a
+        rank does not call `close` in time, rank 0 is gone, or an earlier call on this rank ended before its answer came. In a
+        forked child, `close` does nothing.
         """
         if os.getpid() != self._pid:
             return

@@ -134,11 +134,7 @@ def _limited(timeout: timedelta | float | None, default_s: float) -> float:
 
 
 def as_bytes(value: bytes | str) -> bytes:
-    """Return a value as the bytes that are stored.
-
-    Raises:
-        InvalidArgumentError: the value is neither bytes nor str.
-    """
+    """Return a value as the bytes that are stored. Raise an InvalidArgumentError for a value that is neither bytes nor str."""
     if isinstance(value, str):
         return value.encode()
     if isinstance(value, (bytes, bytearray, memoryview)):
@@ -147,22 +143,14 @@ def as_bytes(value: bytes | str) -> bytes:
 
 
 def as_key(key: str) -> str:
-    """Check that a key is text, and return the key.
-
-    Raises:
-        InvalidArgumentError: the key is not a str.
-    """
+    """Return a key. Raise an InvalidArgumentError if the key is not a str."""
     if not isinstance(key, str):
         raise InvalidArgumentError(f"a key in a store is a str, found {key!r}")
     return key
 
 
 def as_keys(keys: Sequence[str]) -> list[str]:
-    """Check a list of keys, and return the list.
-
-    Raises:
-        InvalidArgumentError: `keys` is a single str, or an entry is not a str.
-    """
+    """Return a list of keys. Raise an InvalidArgumentError for a single str, and for an entry that is not a str."""
     # A single str would be taken for a list of letters.
     if isinstance(keys, (str, bytes)):
         raise InvalidArgumentError(f"expected a list of keys, found the single key {keys!r}; write [{keys!r}]")
@@ -181,8 +169,7 @@ def key_timeout(keys: Iterable[str], where: str, timeout_s: float) -> StoreTimeo
 def poll(done: Callable[[], bool], scope: CancelScope) -> bool:
     """Call `done` until it returns true, at least once. Return whether it did so before `scope` was over.
 
-    The pauses grow from 1 to 50 milliseconds. They have a random part, so that processes do not all call `done` at the same
-    time.
+    The pauses grow from 1 to 50 milliseconds, with a random part, so that processes do not all call `done` at once.
     """
     pause_s = _FIRST_PAUSE_S
     while not done():

@@ -1,7 +1,7 @@
 """Changes of one value of a table, and stores that carry out changes under one lock.
 
-A change is a function of the type `Mutation`. It takes the value of a key (None if there is no value). It returns the new value
-(None to remove the key), and the answer for the caller.
+A change is a function of the type `Mutation`. The function takes the value of a key (None if there is no value). The function
+returns the new value (None to remove the key), and the answer for the caller.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Python classes can derive from `torch.distributed.Store`, but there are traps (m
 * C++ looks for two methods under their C++ names, `deleteKey` and `getNumKeys`. `PrefixStore.clone` calls `clone`.
 * torch asks `has_extended_api` before it calls `append`, `multi_get` or `multi_set`. The base class answers no.
 * C++ keeps only the C++ half of the object. When the last Python reference is dropped
-  (``init_process_group(store=AsTorchStore(s))``), the Python half with the methods is freed, and the next call aborts with an
+  (``init_process_group(store=AsTorchStore(s))``), the Python half with the methods is freed. The next call then aborts with an
   internal assertion. So `AsTorchStore` keeps itself alive, until `release` or the end of the process.
 * The time limit is in the C++ half, and C++ may set it. So each call that waits reads the limit from the C++ half.
 * In torch, a limit of zero means that there is no limit.
@@ -22,9 +22,9 @@ Note [Waiting in torch's stores]
 
 Note [Set in torch's TCPStore]
 ------------------------------
-torch's TCPStore sends a `set` without an answer, so another handle may still see the old value afterwards (measured between two
-handles on one machine: 10 times in 5,000). The server answers the requests of a handle in order. So `FromTorchStore` sends one
-more request after a `set`, and waits for its answer.
+torch's TCPStore sends a `set` without an answer. So another handle may still see the old value afterwards (10 times in 5,000
+between two handles on one machine). The server answers the requests of a handle in order. So `FromTorchStore` sends one more
+request after a `set`, and waits for its answer.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class AsTorchStore(dist.Store):
 class FromTorchStore(Store):
     """A store of torch as a `Store` of Syncline.
 
-    Two differences from other stores remain: FileStore counts an internal key in `num_keys`, and TCPStore closes the connection
-    of a client that calls `add` on a value that is not a number.
+    Two differences from other stores remain. FileStore counts an internal key in `num_keys`. TCPStore closes the connection of
+    a client that calls `add` on a value that is not a number.
 
     Args:
         timeout: seconds or a timedelta; None takes the limit that `store` has now.

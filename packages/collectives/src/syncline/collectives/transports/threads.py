@@ -1,4 +1,4 @@
-"""The backend "in_process", for tests: ranks are threads of one process. It is the simplest example of a backend."""
+"""The backend "in_process", for tests: ranks are threads of one process. The module is the simplest example of a backend."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class SharedState:
     def child(self, name: str, members: tuple[int, ...], rank: int) -> SharedState:
         """Return the shared state of a subset of the ranks.
 
-        The first call of each member returns the same object. The second call of each member returns another object, and so on.
+        The first calls of all members return one object. The second calls return another object, and so on.
         """
         with self._condition:
             number = self._asked[name, members, rank]
@@ -366,19 +366,15 @@ class InProcessGroup(ShrinkableGroup):
         self.abort()
 
     def newcomer(self) -> InProcessGroup:
-        """Make a group of one rank for a new thread, for tests. The new group's `admit` joins this group.
+        """Make a group of one rank for a new thread, for tests. Any thread may call this method.
 
-        Any thread may call this method.
+        The `admit` of the new group joins this group.
         """
         return InProcessGroup(InProcessTransport(SharedState(1), 0), self._reconnector.newcomer(), **self._options)
 
 
 def create_groups(size: int, *, name: str = "default", timeout_s: float = 60.0) -> list[InProcessGroup]:
-    """Make a group of `size` ranks in this process. Return one object for each rank. Each object needs its own thread.
-
-    Raises:
-        InvalidArgumentError: `size` is below one.
-    """
+    """Make a group of `size` ranks in this process. Return one object for each rank. Each object needs its own thread."""
     if size < 1:
         raise InvalidArgumentError(f"expected at least one rank, found {size}")
     store, states, members = InMemoryStore(), {0: SharedState(size)}, tuple(range(size))

@@ -2,12 +2,12 @@
 
 Note [A folder of our own]
 --------------------------
-An attacker who can write into a folder could put a symbolic link there, with the name of a file that we are about to truncate.
-Or the attacker could write false records that we would read. So:
+An attacker who can write into a folder could put a symbolic link in the place of a file that we truncate. Or the attacker could
+write false records. So:
 
 1. The folders and files that we make, also parent folders, are for their owner only (folders 0700, files 0600).
 2. We follow no symbolic link when we open the folder and its files, and we open the files relative to the opened folder. So
-   neither can be replaced between the check and the use. Links above the folder are allowed: `~/scratch` is often a link.
+   neither can be replaced between the check and the use. Links above the folder are allowed.
 3. An opened folder or file must belong to the user of this process, and nobody else may write it. NFS may map users to other
    ids, so we make a file and look at its owner to learn the id.
 """
@@ -123,13 +123,11 @@ _LONGEST_NAME = 2000  # read at most this many characters of a ticket; a ticket 
 class LinkLock:
     """A lock between processes on any hosts. The lock is a hard link with the name `lock` in `folder`.
 
-    Any thread or process may use a `LinkLock`.
-
     Note [Locking by link]
     ~~~~~~~~~~~~~~~~~~~~~~
-    On several cluster file systems in their usual configuration (BeeGFS, Lustre mounted with `localflock`, NFS mounted with
-    `nolock` or `local_lock`), `flock` and `fcntl` locks silently work on one host only. Making a hard link is atomic on the
-    *server* of all these file systems: exactly one process can give the name `lock` to its own file. So::
+    On several cluster file systems, `flock` and `fcntl` locks silently work on one host only (BeeGFS, Lustre mounted with
+    `localflock`, NFS mounted with `nolock` or `local_lock`). Making a hard link is atomic on the *server* of all these file
+    systems: exactly one process can give the name `lock` to its own file. So::
 
         1. write a file `ticket-<random>` that says who we are
         2. link(ticket, "lock"), again and again until the time limit

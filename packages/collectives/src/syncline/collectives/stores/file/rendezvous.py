@@ -3,8 +3,8 @@
 Note [Rendezvous among leftovers]
 ------------------------------
 A process cannot see whether a file belongs to this run. So it trusts a file only if the file repeats a random number that the
-process has just drawn. The folder has a store, the *rendezvous store*, which is never deleted. Its records may be out of date,
-but they must have the form that a rendezvous writes::
+process has just drawn. The folder has a store, the *rendezvous store*, which is never deleted. The records of this store may be
+out of date, but must have the form that a rendezvous writes::
 
     rank r > 0                                   rank 0
     1. draws a number, sets join/r to the number
@@ -16,8 +16,7 @@ but they must have the form that a rendezvous writes::
        sets here/<run>/r to its `world_size`
                                                  5. done when here/<run>/r exists for every r, else back to 3
 
-A join/r of an earlier run gets an answer in step 3, too, which does no harm. Ranks that were given different values of
-`world_size` find this out in steps 4 and 5.
+Ranks that were given different values of `world_size` find this out in steps 4 and 5.
 
 The rendezvous store counts the processes that use the store of the run: rank 0 from step 2 on, and the others from step 4 on,
 before they set here/<run>/r. `leave_run` takes a process out of the count. The last process removes the count and the run's

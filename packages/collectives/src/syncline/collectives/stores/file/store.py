@@ -69,17 +69,16 @@ class Log:
 
     Note [A log on a shared file system]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    NFS guarantees this: if a process opens a file after another host has closed it, the process sees everything that the host
-    wrote. (For a *new name* in a folder, NFS guarantees nothing for up to a minute. So there is one file, and not a file for
-    each key.)
+    If a process opens a file after another host has closed it, NFS shows the process everything that the host wrote. (For a
+    *new name* in a folder, NFS guarantees nothing for up to a minute. So there is one file, and not a file for each key.)
 
     1. The log is created when a store is opened. From then on its name does not change.
     2. A writer takes the lock (Note [Locking by link] in `file.folder`), reads new records, appends one record, calls `fsync`,
        closes the file, and releases the lock. `fsync` also raises the error of a full disk or quota in the writer.
-    3. A reader takes no lock. It opens the file again each time, and reads on from where it stopped.
+    3. A reader takes no lock. The reader opens the file again each time, and reads on from where it stopped.
     4. A record contains its length and checksum. A reader stops before an incomplete record, and tries again later. An
        incomplete record under the lock comes from a write that failed. The next writer cuts it off.
-    5. Complete records are never removed, so the file grows. An NFS client sees from the new size that its cache is out of
+    5. Complete records are never removed, so the file grows. From the new size, an NFS client sees that its cache is out of
        date.
 
     Args:
@@ -234,13 +233,13 @@ class FileStore(table.LockedStore):
         return len(self._values())
 
     def list_keys(self) -> list[str]:
-        """Return all keys that have a value. Other kinds of stores do not have this method."""
+        """Return all keys that have a value. Other kinds of stores lack this method."""
         return list(self._values())
 
     def change(self, key: str, change: table.Mutation[table.Answer]) -> table.Answer:
         """Carry out `change` on the value of `key`, atomically, and return the change's answer. See the module `table`.
 
-        Other kinds of stores do not have this method.
+        Other kinds of stores lack this method.
         """
         return self._apply(as_key(key), change)
 

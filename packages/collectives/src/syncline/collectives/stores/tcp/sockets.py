@@ -3,8 +3,8 @@
 Note [Keys from a secret]
 -------------------------
 Server and clients communicate through ZeroMQ's CURVE (CurveZMQ, RFC 26: Curve25519, XSalsa20, Poly1305; new keys for each
-connection). CURVE encrypts and authenticates, and refuses messages that were forged, altered, repeated or reordered. Both key
-pairs are derived from the secret::
+connection). CURVE encrypts and authenticates, and refuses messages that were forged, altered, repeated or reordered. The two
+key pairs are derived from the secret::
 
     server's private key = HMAC-SHA256(secret, "... server")      client's private key = HMAC-SHA256(secret, "... client")
 
@@ -16,8 +16,8 @@ pairs are derived from the secret::
 
 Note [Parts of a message]
 -------------------------
-ZeroMQ allocates memory for a part of a message as soon as it has read the part's length, also for clients that have not proved
-yet that they have the secret. So no part is longer than 64 KiB, and a greater length ends the connection at once.
+ZeroMQ allocates memory for a part of a message as soon as it has read the part's length. This also holds for clients that have
+not proved yet that they have the secret. So no part is longer than 64 KiB, and a greater length ends the connection at once.
 """
 
 from __future__ import annotations
@@ -50,11 +50,7 @@ def new_secret() -> str:
 
 
 def as_secret(secret: bytes | str) -> bytes:
-    """Check the length of a secret, and return its bytes.
-
-    Raises:
-        InvalidArgumentError: the secret is shorter than 16 bytes.
-    """
+    """Return the bytes of a secret. Raise an InvalidArgumentError if the secret is shorter than 16 bytes."""
     raw = secret.encode() if isinstance(secret, str) else bytes(secret)
     if len(raw) < SHORTEST_SECRET_BYTES:
         raise InvalidArgumentError(
@@ -70,11 +66,7 @@ def private_key(secret: bytes, role: str) -> bytes:
 
 
 def require_pyzmq() -> None:
-    """Check that pyzmq, and ZeroMQ's encryption (CURVE), can be used.
-
-    Raises:
-        StoreUnavailableError: pyzmq is missing, or was built without CURVE.
-    """
+    """Raise a StoreUnavailableError if pyzmq is missing, or was built without CURVE (ZeroMQ's encryption)."""
     try:
         import zmq
 

@@ -36,8 +36,8 @@ class TCPStore(ServedStore):
         host: address or name of the server.
         port: port of the server.
         secret: the server's secret.
-        timeout: seconds or a timedelta; see `Store`. It also limits how long the constructor tries to connect, because the
-            server may start later than its clients.
+        timeout: seconds or a timedelta; see `Store`. `timeout` also limits how long the constructor waits for the server to
+            start.
 
     Raises:
         InvalidArgumentError: the secret is shorter than 16 bytes.

@@ -13,9 +13,9 @@ wait there for ever, and the other ranks would wait for this rank in a collectiv
    If the process of another rank is gone, the exiting rank aborts the job, because MPI cannot end it in order. If MPI tolerates
    faults, the rank only ends itself, within 15 seconds.
 
-A program may end MPI itself with `MPI.Finalize()`, and continue. This calls a callback of this module, which closes Syncline's
-groups, and the ranks meet as in guard 3. Afterwards, a call of MPI would abort the process. So Syncline's threads call MPI only
-inside `while_mpi_runs`.
+A program may end MPI itself with `MPI.Finalize()`, and continue. `MPI.Finalize()` calls a callback of this module. The callback
+closes Syncline's groups, and the ranks meet as in guard 3. Afterwards, a call of MPI would abort the process. So Syncline's
+threads call MPI only inside `while_mpi_runs`.
 
 A forked child of a rank is not a rank: none of the guards holds for it. See Note [Forks] in `forks`.
 """
@@ -60,10 +60,7 @@ _PATIENCE_S = 10.0
 
 
 def abort_on_uncaught() -> None:
-    """Install the first guard of the module: an uncaught exception aborts the job.
-
-    This function does not communicate, so call it before any step that may fail.
-    """
+    """Install a guard: an uncaught exception aborts the job. Call this before any step that may fail."""
     # `syncline run` or another caller prints the exception itself.
     if are_handled_elsewhere():
         return

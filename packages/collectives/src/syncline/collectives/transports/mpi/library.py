@@ -139,9 +139,8 @@ def wait(
 class MPIRequest(Request):
     """A non-blocking MPI send or receive.
 
-    The tensor stays alive until MPI has finished, even if this object is dropped earlier.
-
-    A receive is never cancelled, even if a wait for it ends early: its message may be in flight already.
+    The tensor stays alive until MPI has finished, even if this object is dropped earlier. A receive is never cancelled, because
+    its message may be in flight already.
     """
 
     _abandoned: ClassVar[deque[tuple[MPI.Request, torch.Tensor]]] = deque()
@@ -256,10 +255,7 @@ def revoke(communicators: Iterable[MPI.Comm | None]) -> None:
 
 @contextmanager
 def revoked_on_failure(*communicators: MPI.Comm) -> Iterator[None]:
-    """Return a context manager that revokes the communicators if its body fails.
-
-    Otherwise other ranks could wait for this rank for ever.
-    """
+    """Return a context manager that revokes the communicators if its body fails. So no rank waits for this rank for ever."""
     try:
         yield
     except BaseException:

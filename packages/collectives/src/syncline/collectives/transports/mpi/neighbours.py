@@ -10,8 +10,6 @@ Neighbours are connected when the group is made. All other ranks are at most log
 neighbours::
 
       message of this rank --> its 2 log2 N neighbours --> their neighbours --> ...      a rank sends again when it hears news
-
-If some ranks are silent, two ranks still hear of one another if other neighbours connect them.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ class TimeoutReport:
     """Finds out, after a time-out, in which calls the ranks wait. All ranks call the constructor together.
 
     A rank sends its own call, and the calls of other ranks that it knows, to its neighbours (see Note [Neighbours]). A rank
-    that sends nothing is probably the missing rank, because the others reach their time limits at about the same time.
+    that sends nothing is probably the missing rank.
 
     Cost: with N ranks, a rank sends at most 2 log2 N messages, about log2 N times, 0.1 seconds apart.
 

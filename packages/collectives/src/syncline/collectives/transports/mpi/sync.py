@@ -52,17 +52,13 @@ class Sync(ABC):
         """Return when all ranks have come, without a comparison of calls.
 
         Raises:
-            TimeoutError: as in `compare`.
-            TransportError: as in `compare`.
+            TimeoutError: a rank did not come.
+            TransportError: a rank has given up, the library failed, or `call.scope` was cancelled with a `TransportError`.
         """
 
 
 class MessageSync(Sync):
-    """Lets the ranks wait for one another by MPI collectives.
-
-    Args:
-        communicator: a communicator. Only this object may start collectives on this communicator.
-    """
+    """Lets the ranks wait for one another by MPI collectives. Only this object may start collectives on `communicator`."""
 
     def __init__(self, communicator: MPI.Intracomm, report: TimeoutReport) -> None:
         self._communicator = communicator
@@ -91,7 +87,7 @@ class MessageSync(Sync):
         """Return the error that lists each rank's call. All ranks call this method when their calls differ.
 
         Raises:
-            TimeoutError: a rank does not answer, because this rank has given up before.
+            TimeoutError: a rank does not answer, because its wait for the call ended earlier.
         """
         signatures = all_gather_objects(self._communicator, call.words, lambda start: self.run(call, start))
         return different_calls(Statements.of(signatures))
@@ -129,7 +125,7 @@ class MessageSync(Sync):
         self._given_up.append(objects)
 
     def timeout(self, call: Call) -> TimeoutError:
-        """Return a `TimeoutError` that says in which calls the other ranks wait. This takes one or two seconds."""
+        """Return a `TimeoutError` that says in which calls the other ranks wait. The call takes one or two seconds."""
         with mpi_errors():
             return TimeoutError(self._report.collect(call.words))
 

@@ -106,7 +106,7 @@ class MPITransport(LibraryTransport):
         """Reduce large tensors in a ring from now on. Call this method only if each rank is alone on its node.
 
         The ring takes tensors with at least `ring_bytes` bytes for each rank. The largest piece that a rank sends has
-        `piece_bytes` bytes. Both numbers are equal on all ranks.
+        `piece_bytes` bytes. `ring_bytes` and `piece_bytes` are equal on all ranks.
         """
         # A group of one rank needs no ring. The ring reduces on the host, so it cannot take the memory of a device.
         if self._size > 1 and not self._on_device:
@@ -150,7 +150,7 @@ class MPITransport(LibraryTransport):
             wide: this rank's terms, at most 1 GiB.
             op: the reduction; not AVG or PREMUL_SUM.
             divisor: the result is divided by this number.
-            tensor: gets the result. It has as many elements as `wide`.
+            tensor: gets the result; as many elements as `wide`.
             call: the call of this reduction.
         """
         self._hand_out(self._reduced_slice(wide, op, call).div_(divisor), tensor, call)
@@ -376,8 +376,8 @@ class MPITransport(LibraryTransport):
         4 MiB in 7,900 us instead of 690 us.
 
         So with Open MPI we use the blocking form for a large collective, but only after all ranks have come for the same call.
-        If a rank dies or stops while the data moves, the monitor ends the process, and the launcher ends the job. A job that
-        must survive the loss of a rank (ULFM) uses the non-blocking form.
+        If a rank dies while the data moves, the monitor ends the process. A job that must survive the loss of a rank (ULFM)
+        uses the non-blocking form.
 
         With MPICH and Intel MPI we use the non-blocking form, which is as fast there. While one thread blocks inside these
         libraries, no other thread of the process can communicate. Two groups that communicate in a different order on each rank

@@ -20,10 +20,7 @@ _spin_s = DEFAULT_SPIN_S
 
 
 def spin_for(seconds: float) -> None:
-    """Set how many seconds a waiting thread of this process yields between checks. After this time, the thread sleeps.
-
-    If `seconds` is infinity, the thread never sleeps.
-    """
+    """Set how many seconds a waiting thread of this process yields between checks, before it sleeps; infinity: no sleep."""
     global _spin_s
     _spin_s = seconds
 

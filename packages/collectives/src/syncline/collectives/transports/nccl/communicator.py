@@ -219,16 +219,15 @@ class Communicator:
 
         Note [Abort of a blocking communicator]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-        NCCL guarantees a safe abort only if the communicator is non-blocking, and no thread is inside NCCL. Both conditions
-        fail here: CuPy (14) makes blocking communicators, and the usual reason to abort is a thread that is stuck inside NCCL.
-        Normally the abort ends the kernels, and the stuck call returns an error. Two other outcomes are possible:
+        NCCL guarantees a safe abort only if the communicator is non-blocking, and no thread is inside NCCL. Here, neither
+        condition holds: CuPy (14) makes blocking communicators, and the usual reason to abort is a thread that is stuck inside
+        NCCL. Normally the abort ends the kernels, and the stuck call returns an error. Two other outcomes are possible:
 
         1. The abort or the stuck call does not return. Each abort runs on its own thread, so only the end of the process waits
            for it, for a few seconds.
         2. NCCL frees the communicator while the stuck thread still uses it, and a signal kills the process.
 
-        We accept both outcomes: they happen only in a group that has failed, after the report was written and the works got
-        their error.
+        We accept both outcomes, because they happen only in a group that has failed.
         """
         self._raw.abort()
 

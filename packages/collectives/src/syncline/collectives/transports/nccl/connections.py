@@ -136,8 +136,6 @@ class Connector:
 class Connections:
     """A group's communicators on one GPU: one for all ranks, and two for each peer of a send or receive.
 
-    If NCCL fails while it connects or splits a group, the group ends, because some ranks may still be inside NCCL.
-
     Args:
         place: returns a text with the group and the rank, for errors.
         timeout_s: returns the time limit for connecting, in seconds.

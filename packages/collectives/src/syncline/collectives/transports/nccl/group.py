@@ -60,9 +60,9 @@ class NcclGroup(EngineGroup):
     1. All collectives of the group run on one stream, in the order in which the group's queue gives turns to the callers'
        threads. A collective starts after all operations that are on the caller's current stream when it is issued.
     2. The call returns when the collective is on the stream. But if NCCL must connect ranks first, the call blocks until they
-       are connected: at the group's first collective, at the first gather, scatter and all-to-all, and at the first reduction
-       in steps (see `NcclPlan`). `wait` makes the current stream wait for the collective. `wait` blocks the calling thread only
-       with a timeout, or for a barrier.
+       are connected. NCCL does this at the group's first collective, at the first gather, scatter and all-to-all, and at the
+       first reduction in steps (see `NcclPlan`). `wait` makes the current stream wait for the collective. `wait` blocks the
+       calling thread only with a timeout, or for a barrier.
     3. For the CPU, a future is complete when the collective is on the stream. A callback runs on the thread that attaches it,
        before this thread issues another call. Meanwhile, the thread's current stream waits for the collective. So a call that
        the callback issues has the same place in the order on every rank. `StreamWork.get_future` names two exceptions.
@@ -72,10 +72,8 @@ class NcclGroup(EngineGroup):
        `StreamWork.settle` after its turn in the queue. If an error must end the group, the code in the turn raises a
        `FatalError`. The group ends after the turn.
 
-    The group serves only the GPU of its first call.
-
-    After the group is connected, all calls except `barrier` and `wait` with a timeout can be captured in a CUDA graph. So run a
-    collective before the capture.
+    The group serves only the GPU of its first call. After this call, all calls can be captured in a CUDA graph, except
+    `barrier`, `wait` with a timeout, and the first transfer with a peer.
 
     NCCL's own reductions differ from `ReduceOp` in two ways, as in torch: float16 and bfloat16 are rounded at each addition,
     and AVG multiplies each term by 1/size before the addition. With `reproducible`, these differences do not exist, but a

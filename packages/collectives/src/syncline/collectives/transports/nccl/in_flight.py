@@ -57,8 +57,7 @@ class InFlight:
     4. If the ranks met in a store, this rank writes the failure to the store. The other ranks read the failure within about
        `_HEAR_S` seconds.
 
-    Step 3 also wakes a thread that was blocked outside of Syncline (`tensor.item()`, `torch.cuda.synchronize()`). The next
-    operation of this thread on the group raises the error.
+    Step 3 also wakes a thread that was blocked outside of Syncline, such as in `tensor.item()`.
 
     The monitor (a thread of the process) calls `look` while a launch is in flight. `look` holds no lock while it calls CUDA or
     NCCL, so another thread can abort the communicators even if these calls never return.

@@ -16,10 +16,7 @@ _OLDEST_CUPY = 14
 
 
 def problem() -> str | None:
-    """Return an error text, with a remedy, if NCCL cannot work in this process; else None.
-
-    The function imports CuPy only if this process has a GPU.
-    """
+    """Return an error text, with a remedy, if NCCL cannot work in this process; else None. Without a GPU, import no CuPy."""
     cuda = torch.version.cuda
     if cuda is None:
         return "this torch is built without CUDA; install one of torch's CUDA wheels"

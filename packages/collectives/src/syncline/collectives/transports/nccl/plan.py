@@ -26,7 +26,7 @@ class NcclPlan(Plan):
         reproducible: whether to reduce in rank order if the result depends on the order.
 
     Attributes:
-        in_steps: whether the plan calls NCCL several times, one after the other. Such calls cannot be part of a batch.
+        in_steps: whether the plan calls NCCL several times, one after the other. If so, its calls cannot be part of a batch.
     """
 
     def __init__(self, comm: Communicator, signature: Signature, device: torch.device, *, reproducible: bool = False) -> None:
@@ -125,10 +125,7 @@ class NcclPlan(Plan):
             part.copy_(self._reduced_slice(block))
 
     def _reduced_by_all(self, part: torch.Tensor) -> torch.Tensor:
-        """Reduce the tensors of all ranks in rank order, and return the result on all ranks.
-
-        Cost: for a tensor of n bytes, each of p ranks sends 2 n (p-1)/p bytes, as in a ring.
-        """
+        """Reduce the tensors of all ranks in rank order, on all ranks. For n bytes, each of p ranks sends 2 n (p-1)/p bytes."""
         size = self._comm.size
         # Each rank reduces one slice, so all slices must have the same size.
         padded = part.new_zeros(-(-part.numel() // size) * size)
@@ -186,7 +183,7 @@ def _scaled(wire: torch.Tensor, native: NativeReduction) -> torch.Tensor:
 
 
 class PlannedCall(NamedTuple):
-    """A call with its plan and its tensors. This object still has the tensors after the call has dropped them."""
+    """A call with its plan and its tensors. The tensors stay here after the call has dropped them."""
 
     plan: NcclPlan
     call: Call

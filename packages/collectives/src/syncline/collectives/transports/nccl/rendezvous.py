@@ -39,8 +39,8 @@ _LOOK_S = 0.1
 class Rendezvous(ABC):
     """Lets some ranks agree on a decision. Each agreement has a topic.
 
-    Each rank passes a payload, which is a dictionary that can be written as JSON. The first rank makes a decision from all
-    payloads. All ranks get the decision, which is also a payload.
+    Each rank passes a payload, which is a dictionary that can be written as JSON. The first rank makes the decision, another
+    payload, from all payloads. All ranks get it.
     """
 
     def agree(
@@ -117,7 +117,7 @@ class Rendezvous(ABC):
 
     @abstractmethod
     def announced(self, name: str, ranks: Sequence[int]) -> str | None:
-        """Return an error text if another rank of the group has failed; else None. `ranks` are the group's ranks in the job."""
+        """Return an error text if another rank of the group `name` has failed; else None. `ranks` are its ranks in the job."""
 
     @property
     def group(self) -> ProcessGroup | None:

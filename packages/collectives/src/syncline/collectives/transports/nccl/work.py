@@ -22,11 +22,7 @@ LONGEST_PAUSE_S = 2e-3
 
 
 class Batch:
-    """The calls that one thread has issued inside `NcclGroup.coalescing`.
-
-    Attributes:
-        work: the work of all calls together; None before the first call.
-    """
+    """The calls that one thread has issued inside `NcclGroup.coalescing`. `work` is None before the first call."""
 
     def __init__(self) -> None:
         self.calls: list[PlannedCall] = []
@@ -41,9 +37,7 @@ class Batch:
 class Failure:
     """The error that ended the group. All later calls on the group raise this error.
 
-    Attributes:
-        was_told: whether the program has seen the error. If not, `close` must raise it, because results since the failure are
-            garbage.
+    If the program has not seen the error (`was_told` is False), `close` must raise it: results since the failure are garbage.
     """
 
     __slots__ = ("error", "was_told")
@@ -122,10 +116,9 @@ class Launch:
             call.release()
 
     def fail(self, failure: Failure) -> list[torch.Tensor]:
-        """Mark the calls as failed, and wake the threads that wait for the work.
+        """Mark the calls as failed, and wake the threads that wait for the work. Return the tensors of the calls.
 
-        Returns:
-            The tensors of the calls. The caller must keep these tensors until no kernel can write to them any more.
+        The caller must keep these tensors until no kernel can write to them any more.
         """
         tensors = [tensor for call in self.calls for tensor in (*call.reads, *call.writes)]
         self._end(FAILED)
@@ -204,7 +197,7 @@ class StreamWork(Work):
                 call.is_over(DONE)
 
     def fail(self, failure: Failure) -> None:
-        """Let the work fail, and wake all threads that wait for it. Only the first failure counts. This may run callbacks."""
+        """Let the work fail, and wake all threads that wait for it. Only the first failure counts. Callbacks may run here."""
         self._failure = self._failure or failure
         self.settle()
 

@@ -33,8 +33,7 @@ class Segment(mmap.mmap, Inherited):
         part of rank 0       | part of rank 1       | part of rank 2       |
         ^ offset 0             ^ offset 0             ^ offset 0
 
-    The memory exists as long as any rank has this object, or a tensor from `view`. The segment keeps no descriptor open. A
-    segment that is at least as large as a huge page starts at a multiple of the size of a huge page.
+    The memory exists as long as any rank has this object, or a tensor from `view`. The segment keeps no descriptor open.
 
     Note [Segments in a fork]
     ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -98,7 +97,7 @@ class Segment(mmap.mmap, Inherited):
             move_pages(_address(self._copy), padded(self.part_bytes), self.address())
 
     def use_huge_pages(self) -> None:
-        """Use huge pages for this rank's part where possible. This takes at most about `HUGE_PAGES_SECONDS`."""
+        """Use huge pages for this rank's part where possible, for at most about `HUGE_PAGES_SECONDS`."""
         size = huge_page_bytes()
         if size:
             # Both ends are rounded up, so each huge page is collapsed by exactly one rank.
@@ -151,8 +150,7 @@ def create_file(name: str, nbytes: int) -> int:
 def reserve(file: int, part_bytes: int, part: int) -> None:
     """Allocate the pages of a part now, so that a lack of memory is an error here, and not a bus error later.
 
-    Check `memory_limits` before this call. If a process exceeds the limit of its control group, the kernel kills the process
-    without an error.
+    Check `memory_limits` before: beyond the limit of its control group, the kernel kills the process without an error.
 
     Raises:
         OSError: the machine lacks memory, or the size of files is limited.

@@ -62,11 +62,9 @@ class StagingArea:
 
 
 class _Copy(NamedTuple):
-    """One copy between a slot and a tensor.
+    """One copy of `nbytes` bytes between a slot and a tensor.
 
-    Attributes:
-        slot: the address of the copied bytes in the slot.
-        offset_bytes: where the copied bytes begin in the tensor, counted from the start of the chunk.
+    `slot` is the address in the slot. `offset_bytes` is the offset in the tensor, from the start of the chunk.
     """
 
     slot: int

@@ -22,10 +22,8 @@ STAGE_BYTES = 16 << 20
 class NodeReduction:
     """Reduces the slice that this rank leads (see `Hierarchy`): first inside the node, then between the slice's leaders.
 
-    Then the result is copied to all ranks of this node.
-
-    Args:
-        between: the transport between the leaders of this rank's slice. None: this rank leads no slice.
+    Then the result is copied to all ranks of this node. `between` connects the leaders of the slice. None: this rank leads no
+    slice.
     """
 
     def __init__(self, node: Node, between: MPITransport | None, ranks: int) -> None:

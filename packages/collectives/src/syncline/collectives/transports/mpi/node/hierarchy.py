@@ -30,7 +30,6 @@ class Hierarchy:
 
     Attributes:
         node: the communicator of this rank's node.
-        nodes: the number of nodes.
         shares_memory: whether any node has more than one rank of the group.
         fence: this processor's memory fence. If one rank has no fence, all ranks have None.
         leaders: the number of leaders on each node, which are the first ranks of the node.

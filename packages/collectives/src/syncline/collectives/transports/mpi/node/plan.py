@@ -153,7 +153,7 @@ class Place(NamedTuple):
 
     Attributes:
         segment: the shared memory, which has a part for each rank of the node.
-        offset_bytes: the offset of the tensor from the start of the rank's part.
+        offset_bytes: the offset of the tensor in the rank's part.
     """
 
     segment: Segment
@@ -230,8 +230,7 @@ class Windows:
 class NodeMemory:
     """Makes segments, which are memory that the ranks of a node share. Windows are the segments that hold tensors.
 
-    Args:
-        communicator: a private communicator of the whole group.
+    `communicator` is a private communicator of the whole group.
     """
 
     def __init__(self, hierarchy: Hierarchy, communicator: MPI.Intracomm, messages: MessageSync) -> None:
@@ -368,9 +367,7 @@ class Node:
 class Algorithm(ABC):
     """Moves the data of calls of one signature. The tensors may be in any memory.
 
-    Attributes:
-        name: the name of the algorithm for logs.
-        compares: whether the ranks must compare the call before `run`.
+    `name` is for logs. `compares` says whether the ranks must compare the call before `run`.
     """
 
     name: str
@@ -389,11 +386,7 @@ class Algorithm(ABC):
 
 
 class ByMPI(Algorithm):
-    """Runs a collective of an `MPITransport`, without shared memory.
-
-    Args:
-        name: "MPI" or "ring".
-    """
+    """Runs a collective of an `MPITransport`, without shared memory. `name` is "MPI" or "ring"."""
 
     def __init__(self, transport: LibraryTransport, signature: Signature, name: str, *, compares: bool) -> None:
         self.name = name
@@ -406,11 +399,7 @@ class ByMPI(Algorithm):
 
 
 class WindowAlgorithm(ABC):
-    """Runs calls of one signature. The tensors of all ranks must be in a window, at the same place.
-
-    Attributes:
-        name: the name of the algorithm for logs.
-    """
+    """Runs calls of one signature. The tensors of all ranks must be in a window, at the same place. `name` is for logs."""
 
     name: str
 

@@ -160,8 +160,8 @@ def _agree(communicator: MPI.Intracomm, problem: str, run: Run) -> None:
 def probe_shared_memory() -> str:
     """Test shared memory: each rank reads data from the other ranks of its node. Every rank of the job calls this function.
 
-    Return the result as text, equal on all ranks. It begins with "yes" or "no", or with "nothing" if every rank is alone on its
-    node.
+    Return the result as text, equal on all ranks. The text begins with "yes" or "no", or with "nothing" if every rank is alone
+    on its node.
     """
     with mpi_errors():
         communicator = MPI.COMM_WORLD.Dup()

@@ -42,12 +42,12 @@ class GaveUpError(Exception):
 
 
 class ShmBarrier:
-    """A barrier in shared memory for the ranks of a node. It also compares calls, and has eager slots for small tensors.
+    """A barrier in shared memory for the ranks of a node. The barrier compares calls, and has eager slots for small tensors.
 
     Note [Arrivals in turn]
     ~~~~~~~~~~~~~~~~~~~~~~~
     Each rank has its own part of the memory, with two slots for data and two lines of 128 bytes for numbers. A rank writes only
-    in its own part. Arrival k is the k-th time that a rank comes to the barrier. A rank does these steps:
+    in its own part. These are the steps of arrival k, the k-th time that a rank comes to the barrier:
 
     1. Write the data into slot k mod 2.
     2. Write the digest of the call into line k mod 2, and then the number k into the same line.
@@ -74,9 +74,9 @@ class ShmBarrier:
     may execute a write after a later read, but no step above needs the order of a write before a read.
 
     Args:
-        segment: the memory, with a part of `barrier_bytes(slot_bytes)` for each rank of the node.
+        segment: the memory, with parts of `barrier_bytes(slot_bytes)` bytes.
         slot_bytes: the size of an eager slot; a multiple of 64.
-        progress: called while this rank waits. It lets the MPI library send messages that other ranks need before they come.
+        progress: called while this rank waits, so that the MPI library sends messages that other ranks need before they come.
         fence: this processor's memory fence, from `find_fence`.
         has_own_core: whether there is a core for every rank of the job on this node.
     """
@@ -106,17 +106,16 @@ class ShmBarrier:
     def slots(self, turn: int, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> list[torch.Tensor]:
         """Return, for each rank, a flat tensor of `numel` elements in its eager slot `turn`. `numel` is at least 1.
 
-        Arrival k uses slot k mod 2. Write this rank's slot before `arrive`, and read the slots of other ranks after `arrive`.
+        Arrival k uses slot k mod 2. Write this rank's slot before `arrive`, and read other ranks' slots afterwards.
         """
         with torch.inference_mode(False):  # the tensors are kept for later calls, which may be outside of this mode
             return self._segment.rows(_HEAD_BYTES + turn * self.slot_bytes + offset_bytes, numel, dtype)
 
     def arrive(self, scope: CancelScope, digest: int = 0, place: int = NOWHERE) -> tuple[bool, bool]:
-        """Return when all ranks have arrived. Return whether all ranks passed one `digest`, and whether they passed one
-        `place`.
+        """Return when all ranks have arrived: whether all ranks passed one `digest`, and whether they passed one `place`.
 
         `digest` is the digest of this rank's call. `place` is the key of this rank's tensor from `Windows.key_of`, or
-        `NOWHERE`, for which the second answer is False. Both have 64 bits.
+        `NOWHERE`, for which the second answer is False. `digest` and `place` have 64 bits.
 
         Raises:
             GaveUpError: a rank will not come, or `give_up` was called on this rank.
@@ -192,8 +191,7 @@ class ShmBarrier:
 class SharedSync(Sync):
     """Lets the ranks of one node wait for one another at a `ShmBarrier`.
 
-    Args:
-        messages: communicates with all ranks of the group. After an error, this object finds out which call each rank made.
+    After an error, `messages` finds out which call each rank made.
     """
 
     def __init__(self, barrier: ShmBarrier, messages: MessageSync) -> None:

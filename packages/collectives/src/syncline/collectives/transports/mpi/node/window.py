@@ -1,7 +1,4 @@
-"""Collectives on tensors in a window, which is memory that all ranks of a node have mapped.
-
-Each tensor is at the same place in every rank's part of the window.
-"""
+"""Collectives on tensors in a window (memory that all ranks of a node have mapped), at the same place on all ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ class SlicesInWindow(WindowAlgorithm):
     Note [Slices]
     ~~~~~~~~~~~~~
     The ranks of a node divide a tensor into one slice for each rank. A rank uses only its own slice, in the tensors of all
-    ranks. It reduces the terms of all ranks chunk by chunk, and writes each result into all tensors. Only two waits are
+    ranks. The rank reduces the terms of all ranks chunk by chunk, and writes each result into all tensors. Only two waits are
     necessary:
 
     1. `Sync.compare` before the reduction, in `NodePlan.run`, for all ranks of the group. After this wait, all terms are
@@ -82,8 +79,7 @@ class _Chunk(NamedTuple):
 
     Attributes:
         reduce: combines the terms of all ranks, into `out`.
-        out: the chunk in this rank's tensor.
-        source: the address of `out`.
+        out: the chunk in this rank's tensor, at the address `source`.
         targets: the addresses of the chunk in the other ranks' tensors.
     """
 
