@@ -1,6 +1,6 @@
 """Find out whether mpi4py has an MPI library that this launcher can start, start the library, and abort the MPI job.
 
-Also find out whether the library accepts CUDA memory. `syncline run` uses this module, so it must not import torch.
+`syncline run` uses this module, so it must not import torch.
 """
 
 from __future__ import annotations

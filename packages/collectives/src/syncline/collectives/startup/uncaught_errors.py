@@ -216,7 +216,7 @@ def in_text(error: BaseException, trace: TracebackType | None) -> str:
 def _shorten(told: traceback.TracebackException, error: BaseException) -> bool:
     """Leave out frames and causes. Return whether frames of an error that is no `SynclineError` were left out.
 
-    The causes of a `SynclineError` are left out, because its text contains them. Earlier errors of the user's code are kept.
+    The text of a `SynclineError` contains its causes, so they are left out. Earlier errors of the user's code are kept.
     """
     is_ours = isinstance(error, SynclineError)
     kept = [frame for frame in told.stack if not _is_inside(frame.filename)]

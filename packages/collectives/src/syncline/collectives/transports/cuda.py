@@ -211,8 +211,6 @@ class StreamPool:
 
     If two users shared a stream, a send could be queued behind a receive. If the peer answers only after this send, both ranks
     wait for ever.
-
-    The pool never destroys a stream, because torch's allocator keeps memory for each stream handle.
     """
 
     def __init__(self, make: Callable[[torch.device], int]) -> None:
@@ -225,6 +223,7 @@ class StreamPool:
         with self._lock:
             idle = self._idle[device]
             handle = idle.pop() if idle else self._make(device)
+        # The stream is never destroyed, because torch's allocator keeps memory for each stream handle.
         # At exit nobody needs a stream any more, so the finalizer does not run then.
         weakref.finalize(user, idle.append, handle).atexit = False
         return handle

@@ -330,8 +330,6 @@ class InProcessReconnector(StoreReconnector):
     """Connects the ranks again after a rank was lost or a new rank came. The ranks are threads of one process.
 
     Args:
-        store: a store in memory, which all ranks share.
-        first_size: the number of ranks in the first generation.
         states: for the number of each generation, its shared state. All ranks share this dictionary.
     """
 

@@ -154,7 +154,7 @@ def meet(communicator: MPI.Intracomm, connecting: Connecting, version: str = __v
     """Return when all ranks of the communicator have called this function, with the same version of Syncline.
 
     Raises:
-        CollectiveTimeout: some ranks did not come in time. The message names them, or the ranks (listeners) that know them; see
+        CollectiveTimeout: some ranks did not come in time. The message says what this rank knows about the missing ranks; see
             Note [The first meeting].
         DisagreementError: the ranks run different versions. All ranks raise this error.
     """

@@ -103,7 +103,6 @@ class ExitBarrier(Inherited):
         leavers: knows which ranks have left, and which collectives this rank has started.
         liveness: finds out which ranks are lost.
         period_s: the seconds between two calls of `look` by the monitor.
-        may_block: True, because `look` calls MPI.
     """
 
     period_s = 1.0

@@ -77,7 +77,7 @@ _LONGEST_CALL_S = 1.0
 def while_mpi_runs() -> Iterator[bool]:
     """Return a context manager for threads that call MPI now and then.
 
-    After `with while_mpi_runs() as runs`, the thread may call MPI only if `runs` is True. Otherwise MPI is ending or has ended.
+    After `with while_mpi_runs() as runs`, the thread may call MPI only if `runs` is True.
     """
     with _calling:
         yield not (_is_over or MPI.Is_finalized())

@@ -133,7 +133,7 @@ class MessageSync(Sync):
 def all_gather_objects(communicator: MPI.Intracomm, mine: _T, run: Run) -> list[_T]:
     """Gather an object from each rank of a communicator, without blocking inside MPI.
 
-    mpi4py's own `allgather` has no time limit. With some MPI libraries, it also blocks the other threads of the process.
+    mpi4py's own `allgather` has no time limit.
     """
     packed = MPI.pickle.dumps(mine)
     sizes = array("q", [0]) * communicator.Get_size()

@@ -56,15 +56,13 @@ class Patience:
         self._choose_nap(0.0)
 
     def rest(self) -> bool:
-        """Rest before the next check of the wait. Return whether the caller must now check the call's time limit.
-
-        Usually the result is False after a rest without a sleep, because this check would slow down short waits.
-        """
+        """Rest before the next check of the wait. Return whether the caller must now check the call's time limit."""
         if self._nap_s:
             time.sleep(self._nap_s)
         else:
             yield_cpu()
             self._looks += 1
+            # To check the time limit after each rest would slow down short waits.
             if self._looks % _LOOKS_BETWEEN_CLOCKS:
                 return False
         self._choose_nap(time.monotonic() - self._began_s)

@@ -105,7 +105,6 @@ class Communicator:
     it is empty on all ranks), the methods do nothing.
 
     Args:
-        nccl: the module `cupy.cuda.nccl`, or a fake.
         raw: an object of the module's class `NcclCommunicator`.
         stream: the handle of the CUDA stream.
     """

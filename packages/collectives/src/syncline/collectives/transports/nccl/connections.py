@@ -52,7 +52,6 @@ class Connector:
     """Connects the ranks of one group over NCCL. The group may be a part of the job.
 
     Args:
-        nccl: the module `cupy.cuda.nccl`, or a fake.
         rendezvous: lets the ranks of the job exchange messages without NCCL. All groups of the job use one rendezvous.
         ranks: for each rank of the group, its rank in the job.
     """
@@ -134,14 +133,7 @@ class Connector:
 
 
 class Connections:
-    """A group's communicators on one GPU: one for all ranks, and two for each peer of a send or receive.
-
-    Args:
-        place: returns a text with the group and the rank, for errors.
-        timeout_s: returns the time limit for connecting, in seconds.
-        in_flight: watches each communicator.
-        of_all: the communicator of all ranks, if it exists already.
-    """
+    """A group's communicators on one GPU: one for all ranks, and two for each peer of a send or receive."""
 
     def __init__(
         self,
@@ -387,7 +379,7 @@ class Pair:
 def peer_info(rank: int, pci_id: str, version: str) -> Payload:
     """Return facts about this process, from which `find_conflict` decides whether NCCL can connect the ranks.
 
-    `rank` is this process's rank in the job, `pci_id` the PCI address of its GPU, and `version` its version of NCCL.
+    `rank` is this process's rank in the job. `pci_id` is the PCI address of its GPU.
     """
     identity = host_identity()
     return {

@@ -90,8 +90,7 @@ class NcclGroup(EngineGroup):
     also waits for a comparison, for at most `_CLOSE_S` seconds. A group of N ranks compares after every n-th backward, where n
     is N / `_COMPARED_EACH_TIME`, rounded up.
 
-    The history has the calls in the order in which they are put on the stream. Calls in a CUDA graph enter the history at the
-    capture, and not at a replay.
+    Calls in a CUDA graph enter the history at the capture, and not at a replay.
 
     Args:
         of_all: the communicator of all ranks of this group, if the group was split from another group.

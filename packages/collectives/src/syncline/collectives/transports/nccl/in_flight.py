@@ -51,9 +51,8 @@ class InFlight:
     1. The group stores the error. Every new collective of the group raises this error.
     2. Every work in flight fails with this error. Threads that block in `wait` raise it at once. Works that were over before
        stay successful.
-    3. The group aborts its communicators, so that their kernels leave the GPU. Streams that wait for these kernels continue,
-       with garbage in the tensors. Each abort runs on a separate thread, because it may wait for other kernels or for CUDA
-       graphs.
+    3. The group aborts its communicators on separate threads, so that their kernels leave the GPU. Streams that wait for these
+       kernels continue, with garbage in the tensors.
     4. If the ranks met in a store, this rank writes the failure to the store. The other ranks read the failure within about
        `_HEAR_S` seconds.
 
@@ -63,8 +62,6 @@ class InFlight:
     NCCL, so another thread can abort the communicators even if these calls never return.
 
     Args:
-        place: returns a text with the group and the rank, for errors.
-        background: makes the context for threads that work for the group.
         report: writes a report of a failure, if the group writes reports, and returns the failure.
         tell: tells the other ranks that the group has failed on this rank. This function may block.
         hear: returns an error text if another rank has failed, or None. This function may block.

@@ -23,7 +23,6 @@ class NcclPlan(Plan):
 
     Args:
         comm: the communicator of all ranks of the group. For a send or receive: the communicator of the two ranks.
-        reproducible: whether to reduce in rank order if the result depends on the order.
 
     Attributes:
         in_steps: whether the plan calls NCCL several times, one after the other. If so, its calls cannot be part of a batch.

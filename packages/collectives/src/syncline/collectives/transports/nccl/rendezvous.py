@@ -236,7 +236,7 @@ class GroupRendezvous(Rendezvous):
 
 
 class _Inbox:
-    """The messages from one rank with one tag. Topics may share a tag, and several threads may ask for different topics."""
+    """The messages from one rank with one tag. Topics may share a tag."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()

@@ -69,8 +69,6 @@ class Launch:
     caller drops the work and the tensors. `record_stream` would delay the reuse.
 
     Args:
-        describe: returns a text for messages with the call or the batch, the group and the rank.
-        timeout_s: the time limit from now on, in seconds.
         work: the work of these calls, which fails if the launch fails. The launch holds only a weak reference to it.
 
     Attributes:
@@ -141,10 +139,6 @@ class StreamWork(Work):
 
     Args:
         title: the call for error messages. For a batch, this is a call with the name "coalesced".
-        tensors: the output tensors of these calls.
-        place: returns a text with the group and the rank, for errors.
-        source: the rank that sends, for a receive.
-        batch: the batch, if this object is the work of a batch.
 
     Attributes:
         launch: the launch that `InFlight` watches.

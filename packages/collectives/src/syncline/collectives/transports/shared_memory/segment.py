@@ -180,7 +180,6 @@ class FdServer:
     connected and sent the token.
 
     Attributes:
-        address: the socket's address.
         token: the bytes that clients must send.
     """
 

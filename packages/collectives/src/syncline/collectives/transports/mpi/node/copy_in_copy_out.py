@@ -73,7 +73,7 @@ class _Copy(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A rank's copies and its reduction, for chunks of one length in one slot.
+    """A rank's copies and its reduction, for chunks of one length.
 
     Attributes:
         copies_in: copies of the slices that other ranks reduce, to this rank's slot.

@@ -171,7 +171,7 @@ class Windows:
     """The windows of this process: the shared segments in which tensors were allocated.
 
     Each place in a window has a key, an integer. All ranks make the same segments in the same order, so equal places have equal
-    keys on all ranks. A key is never used again. A segment is freed with the last tensor of this rank in the segment.
+    keys on all ranks. A key is never used again.
     """
 
     def __init__(self) -> None:
