@@ -240,7 +240,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the backwards of later forwards average gradients. `no_sync` sets this to False."""
+        """If True, the backward of a forward that begins now averages gradients. `no_sync` sets this to False."""
         return self._requires_grad_sync
 
     @require_backward_grad_sync.setter

@@ -50,7 +50,7 @@ class MixedPrecision:
 
 
 def as_mixed_precision(given: object) -> MixedPrecision | None:
-    """Convert the constructor's argument.
+    """Convert the argument `mixed_precision` of `DistributedDataParallel`.
 
     Raises:
         InvalidArgumentError: the argument is not a `MixedPrecision` of Syncline or of torch, and not None.

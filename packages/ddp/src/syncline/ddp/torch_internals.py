@@ -112,13 +112,19 @@ def backward_keeps_graph() -> bool:
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Let autograd call `callback` when the running backward ends. Call `check_low_precision` before."""
+    """Let autograd call `callback` when the running backward ends.
+
+    The caller must have called `check_low_precision`.
+    """
     assert _queue_callback is not None
     _queue_callback(callback)
 
 
 def cast_inputs(dtype: torch.dtype, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Cast the floating point tensors among a module's arguments. Call `check_low_precision` before."""
+    """Cast the floating point tensors among a module's arguments.
+
+    The caller must have called `check_low_precision`.
+    """
     assert _cast_forward_inputs is not None
     return _cast_forward_inputs(dtype, *inputs, **kwargs)
 

@@ -132,8 +132,7 @@ class ScheduleState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. If the saved state does not fit, raise an error and change nothing.
 
-        Give your own class for the state of a phase a method `check_state_dict`, which refuses a wrong state before any phase
-        is loaded.
+        If the state of a phase has a method `check_state_dict`, the method can refuse a wrong state before any phase is loaded.
 
         Raises:
             MisuseError: the saved phases have other first steps, or the state of a phase does not accept its saved state.

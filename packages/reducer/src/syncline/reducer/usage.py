@@ -25,7 +25,7 @@ class UsageModel(ABC):
         needed            for each bucket, after begin: how many gradients the reducer waits for
         arrived           when that many gradients have come, and at the end of backward (accumulated instead, in no_sync)
         ended             when the outermost backward has ended, before the reducer waits for the buckets
-        sync_used_map     when all buckets have started, on every rank: collectives may be issued here
+        sync_used_map     when all buckets have started; called on every rank, so it may issue collectives
         globally_unused   once for each bucket, when its reduction is over
         reset             when all gradients of this backward are averaged
     """
@@ -86,7 +86,7 @@ class UsageModel(ABC):
         """Issue the collectives in which the ranks agree on the used parameters. Every rank calls this at the same point."""
 
     def locally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
-        """Return the given parameters that this rank does not use. All given parameters are ready."""
+        """Return the given parameters that this rank does not use. The gradients of the given parameters are final."""
         return frozenset()
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's

@@ -159,7 +159,7 @@ def all_gather_rows(tensor: torch.Tensor, group: ProcessGroup | None = None, asy
     Args:
         tensor: at least one dimension; only read. The dtype and all dimensions but the first are the same on every rank.
         group: None means the default group.
-        async_op: if true, return a `PendingResult` of the tensor, after the ranks have exchanged their numbers of rows.
+        async_op: if true, return a `PendingResult` of the new tensor. The call still waits for the exchange of row counts.
 
     Cost: an all-gather of 16 bytes from each rank, then an all-gather of the rows, padded to the rank with the most rows.
 

@@ -65,7 +65,7 @@ class UnevenCalls:
         """Announce an `all_reduce_copy_coalesced` of these tensors. Joined ranks take part with zeros.
 
         Raises:
-            MisuseError: a rank has joined, and `op` is neither SUM nor AVG. Ranks that have not joined raise this error.
+            MisuseError: another rank has joined, and `op` is neither SUM nor AVG.
             DisagreementError: another rank announced a step.
         """
         op = from_torch(op) or op

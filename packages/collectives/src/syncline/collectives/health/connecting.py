@@ -108,7 +108,7 @@ class Connecting:
         return self.is_over or self._has_warned or not self._speaks
 
     def look(self, now_s: float) -> None:
-        """Warn if the current step takes too long. The monitor calls this method."""
+        """Warn if the current step of connecting takes too long. The monitor calls this method."""
         if self.is_idle or now_s - self._since_s < self._warning_s:
             return
         self._has_warned = True

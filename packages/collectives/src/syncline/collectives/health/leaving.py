@@ -54,7 +54,7 @@ def absentees(notices: Iterable[Leaving], group: str, number: int, members: Sequ
 
 
 class Leavers:
-    """Collects the notices (`Leaving`) of ranks that have left the job, and the content of this rank's own notice.
+    """Collects the notices (`Leaving`) of ranks that have left the job, and makes this rank's own notice.
 
     Args:
         receive: returns the notices that have arrived since its last call, without waiting. Any thread may call `receive`.

@@ -79,7 +79,7 @@ def loopback_domain() -> str:
 def own_addresses(interfaces: Sequence[str] = ()) -> list[OwnAddress]:
     """Return the addresses at which other hosts may reach this host, IPv4 first.
 
-    If `interfaces` is not empty, return all their addresses in this order, including loopback addresses.
+    If `interfaces` is not empty, return all their addresses in the order of `interfaces`, with loopback addresses.
 
     Raises:
         LaunchError: one of `interfaces` does not exist, is down, or has no address.

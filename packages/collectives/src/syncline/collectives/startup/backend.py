@@ -30,12 +30,11 @@ class ConnectRequest:
         launch: the values that the launcher gave this process, or None if no launcher started this process.
         rank, world_size: the arguments that the caller gave to `init_process_group`, or None.
         init_method: the URL where the ranks meet ("env://", "file://...", "tcp://..."; see `rendezvous`), or None.
-        store: a store of Syncline or torch in which the ranks meet instead of `init_method`, or None; without keys of an
-            earlier run.
+        store: a store of Syncline or torch in which the ranks meet, without keys of an earlier run. None: use `init_method`.
         reproducible: whether reductions must give the same bits in every run. A backend that cannot do this must refuse to
             connect.
-        host_group: a group of the same ranks for tensors in host memory, or None. A backend for GPUs may use its `send` and
-            `recv` as long as the new group lives.
+        host_group: a group of the same ranks for tensors in host memory, or None. As long as the new group
+            lives, a backend for GPUs may call `send` and `recv` of `host_group`.
         check_calls: whether the ranks must compare each collective before it starts. A backend that cannot do this must refuse
             to connect.
         stall_warning_s: after this many seconds in one call, rank 0 logs which rank waits for which rank. 0 means never.

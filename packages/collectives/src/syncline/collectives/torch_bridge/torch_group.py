@@ -107,7 +107,10 @@ class TorchGroup(ProcessGroup):
 
     @property
     def device_types(self) -> frozenset[str]:
-        """The types of device on which the torch group accepts tensors. CPU and CUDA if `torch_group` is a backend of torch."""
+        """The types of device on which the torch group accepts tensors.
+
+        If `torch_group` is a `Backend` object of torch, these are CPU and CUDA.
+        """
         return self._device_types
 
     @property

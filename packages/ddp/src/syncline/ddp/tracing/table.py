@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def tables(timeline: Timeline, floor: Floor | None = None) -> str:
-    """Return the text of `in_words`, a table of the ranks, and a table of the steps.
+    """Return a text with three parts: the text that `in_words` returns, a table of the ranks, and a table of the steps.
 
-    With a floor, the table of the steps compares measured times with the shortest possible times.
+    If `floor` is given, the table of the steps compares the measured times with the shortest possible times.
     """
     steps = summarize_steps(timeline)
     if not steps:

@@ -57,7 +57,7 @@ class Buffers:
         self.output = torch.zeros_like(self.block)
 
     def like(self, allocate: Allocate) -> Buffers:
-        """Return buffers of the same sizes, whose block `allocate` allocates."""
+        """Return buffers of the same sizes. The function `allocate` allocates their block."""
         block = self.block
         return Buffers(self.rank, self.size, block.numel(), block.dtype, allocate, block.device)
 

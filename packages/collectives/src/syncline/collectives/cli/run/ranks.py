@@ -66,11 +66,12 @@ class Job:
     """The rank of this process, and the facts about its job.
 
     Attributes:
-        node, nodes: this node's number, in the order of the nodes' lowest ranks, and the number of nodes.
+        node: the index of this node. Nodes are sorted by their lowest rank.
+        nodes: the number of nodes.
         address, port: where rank 0 may listen. The port was free when it was chosen.
         run_id: a name of this run, the same on all ranks.
         carrier: the name of the launcher that gave this information.
-        world: a communicator of all ranks, only for `syncline run`; None without MPI.
+        world: an MPI communicator of all ranks, which only `syncline run` itself may use; None if MPI is not used.
         local_cores: for each rank of this node, the cores that it may use.
         without_mpi: the reason why MPI is not used; None if MPI is used.
         has_blocks: whether each node has consecutive ranks, as with torchrun.

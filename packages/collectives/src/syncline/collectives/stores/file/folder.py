@@ -61,7 +61,10 @@ class Folder:
             os.close(descriptor)
 
     def open_file(self, folder: int, name: str, flags: int) -> int:
-        """Open the file `name` with the `flags` of `os.open`. Return its descriptor. `folder` is a descriptor from `opened`."""
+        """Open the file `name` in `folder`, a descriptor from `opened`. Return the file's descriptor.
+
+        `flags` are those of `os.open`.
+        """
         path = self.path / name
         descriptor = _open_here(path, flags | os.O_NONBLOCK, folder)  # opening a pipe would block without O_NONBLOCK
         try:

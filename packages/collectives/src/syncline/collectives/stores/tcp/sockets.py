@@ -45,7 +45,10 @@ _PROTOCOL = b"syncline store 2 "
 
 
 def new_secret() -> str:
-    """Make a secret that nobody can guess: 256 random bits as text. Give the secret to all processes of the job."""
+    """Make a secret that nobody can guess: 256 random bits as text.
+
+    The caller must give the secret to all processes of the job.
+    """
     return secrets.token_hex(32)
 
 

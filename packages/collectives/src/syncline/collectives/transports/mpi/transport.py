@@ -174,7 +174,7 @@ class MPITransport(LibraryTransport):
             self._scale_after(tensor, op)
 
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Receive this rank's part of the blocks of all ranks, and reduce these parts in rank order."""
+        """Receive from every rank the part of its block for this rank. Reduce these parts in rank order."""
         rows = block.view(self._size, tensor.numel())
         step = self._piece_numel(tensor)
         results = []

@@ -150,7 +150,7 @@ def create_file(name: str, nbytes: int) -> int:
 def reserve(file: int, part_bytes: int, part: int) -> None:
     """Allocate the pages of a part now, so that a lack of memory is an error here, and not a bus error later.
 
-    Check `memory_limits` before: beyond the limit of its control group, the kernel kills the process without an error.
+    The caller must have checked `memory_limits`. Beyond the limit, the kernel kills the process without an error.
 
     Raises:
         OSError: the machine lacks memory, or the size of files is limited.
