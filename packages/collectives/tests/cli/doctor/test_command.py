@@ -26,7 +26,7 @@ def test_a_transfer_that_hangs_is_not_taken_for_ranks_that_do_not_come(
         log.append(("try", timeout_s))
         return CudaAwareness(False, "no: it hangs")
 
-    def connect(name: str, *, timeout: float) -> Any:
+    def connect(name: str, *, init_method: str | None, timeout: float) -> Any:
         log.append(("connect", timeout))
         raise TransportError("that is enough")
 
@@ -37,7 +37,7 @@ def test_a_transfer_that_hangs_is_not_taken_for_ranks_that_do_not_come(
     monkeypatch.setattr(command, "init_process_group", connect)
     monkeypatch.setattr(command, "diagnose", lambda ranks, choice, problem, lack, backends: [])
     monkeypatch.setattr(command, "_observe_alone", lambda: None)
-    assert command.run(argparse.Namespace(backend="gloo")) == 0
+    assert command.run(argparse.Namespace(backend="gloo", init_method=None)) == 0
     assert [what for what, _ in log] == ["try", "connect"]
     assert log[0][1] < log[1][1]
     assert "everything is fine" in capsys.readouterr().out
@@ -79,6 +79,18 @@ def test_a_doctor_who_could_look_around_is_believed(tmp_path: Path, python: list
     words = [*python, "-c", ENDING.format(end="print('findings'); return 1")]
     done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "findings\n"), done.stderr
+
+
+def test_ranks_that_meet_in_a_folder_survive_the_loss_of_a_rank(tmp_path: Path, python: list[str]) -> None:
+    words = [*python, "-m", "syncline.collectives", "doctor", "--backend", "gloo", "--init-method", f"file://{tmp_path}/meet"]
+    environ = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
+    said = []
+    for rank in (0, 1):
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "TMPDIR": str(tmp_path)}
+        said.append(subprocess.Popen(words, env={**environ, **variables}, stdout=subprocess.PIPE, text=True))
+    outputs = [" ".join(process.communicate(timeout=60)[0].split()) for process in said]
+    assert "loss of a rank this job can survive it" in outputs[0], outputs
+    assert outputs[1] == ""
 
 
 def test_ranks_that_are_not_connected_have_one_who_speaks(tmp_path: Path, python: list[str]) -> None:

@@ -24,7 +24,7 @@ from ..stores.store import as_keys, key_timeout, poll
 Connect = Callable[[Generation, Liveness, dist.Store, float], Transport]
 
 _JOB = "job"
-_REMEDY = "let the ranks meet in a folder (init_method='file:///shared/folder') or start them with torchrun"
+_REMEDY = "let the ranks meet in a folder (init_method='file:///shared/folder')"
 
 
 def store_lack(request: ConnectRequest, size: int, environ: Mapping[str, str] = os.environ) -> str | None:

@@ -37,6 +37,11 @@ _CUDA_TIMEOUT_S = 45.0  # below the time limit above, because ranks without a GP
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("--backend", help="check this backend instead of the one that init_process_group would choose")
+    parser.add_argument(
+        "--init-method",
+        metavar="URL",
+        help="let the ranks meet as a job with this init_method, such as file:///shared/new-folder (not the folder of a job)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -99,7 +104,7 @@ def _examine(arguments: argparse.Namespace) -> int:
     try:
         choice = _choice(arguments.backend)
         aware = _cuda_awareness()
-        group = init_process_group(choice.name, timeout=CONNECT_TIMEOUT_S)
+        group = init_process_group(choice.name, init_method=arguments.init_method, timeout=CONNECT_TIMEOUT_S)
         ranks, problem = _gather(group, aware)
         lack = group.missing_for_shrink()
     except SynclineError as error:
