@@ -1,4 +1,4 @@
-"""A stall is reported long before the time limit, over each backend between processes."""
+"""A stall is reported long before the time limit, and at the limit by the rank that hangs; over each backend of processes."""
 
 from __future__ import annotations
 
@@ -47,3 +47,28 @@ def test_rank_0_says_who_waits_for_whom(run_job: Callable[..., Any], tmp_path: P
     assert "a call has run for 1 s and more: ranks 0, 2 in all_reduce(float32[3], op=SUM) #0 at script.py:" in told
     assert "not in a call: rank 1" in told
     assert all(f"rank {rank} of 3: host " in finished.output for rank in range(3))
+
+
+HANGING_JOB = """
+    import os, sys, time
+    import torch
+    from syncline import collectives
+
+    def hang():
+        time.sleep(600)
+
+    group = collectives.init_process_group(sys.argv[1], timeout=3)
+    collectives.all_reduce(torch.ones(3))
+    if group.rank == 1:
+        hang()
+    collectives.all_reduce(torch.ones(3))
+"""
+
+
+@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+def test_the_rank_that_hangs_says_where_before_the_job_ends(run_job: Callable[..., Any], tmp_path: Path, backend: str) -> None:
+    finished = run_job(2, HANGING_JOB, str(tmp_path / "script.py"), backend, SYNCLINE_REPORT_DIR=str(tmp_path))
+    assert finished.status != 0
+    assert "CollectiveTimeout" in finished.output
+    (report,) = tmp_path.glob("syncline-report-*/rank-1.*")
+    assert "in hang" in report.read_text()

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, NoReturn
 from ..engine.cancel_scope import seconds
 from ..errors import BackendUnavailableError, InvalidArgumentError, MisuseError, NotInitializedError, UnknownBackendError
 from ..group import ProcessGroup
+from ..health.report import latest_reporter
 from ..startup.backend import Backend, ConnectRequest, apply_to_process
 from ..startup.launch import check_init_method, launch_by, take_launch
 from ..startup.nodes import host_identity, in_words
 from ..startup.registry import BackendChoice, choose_backend, load_backend, what_is_missing
 from ..startup.settings import load_settings
+from ..startup.silent_ranks import report_if_silent
 from ..startup.uncaught_errors import print_failure_once, print_failures_of_the_run
 from ..tensors.checks import is_integer
 
@@ -186,6 +188,7 @@ def init_process_group(
         print_failure_once(is_initialized, has_siblings=launch is not None or not is_known)
         raise
     print_failures_of_the_run(has_siblings=launch is not None)
+    report_if_silent(latest_reporter())
     # This is only a warning, because a child process may train alone on purpose.
     if (
         not joins

@@ -6,6 +6,7 @@ import argparse
 import atexit
 import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -237,6 +238,9 @@ class Reporter:
         rank: the rank in the job.
         size: the number of ranks in the job.
         folder: a folder, in which the reporter makes a folder for the run. "": no reports. None: use `report_folder()`.
+
+    Attributes:
+        latest_s: when this process began to write its latest report, on the monotonic clock; minus infinity if it wrote none.
     """
 
     def __init__(self, job: str, rank: int, size: int, folder: str | None = None) -> None:
@@ -247,6 +251,7 @@ class Reporter:
         self._recorders: LivingSet[Recorder] = LivingSet()
         self._numbers = itertools.count(1)  # no lock, because a signal's handler may interrupt the thread that holds it
         self._pid = os.getpid()
+        self.latest_s = -math.inf
 
     def watch(self, recorder: Recorder) -> None:
         """Include this group's calls in later reports. Keep only a weak reference to the recorder."""
@@ -262,6 +267,7 @@ class Reporter:
         base = self._folder if self._folder is not None else report_folder()
         if not base or os.getpid() != self._pid:  # a forked child, such as a data loader's worker, is not the rank
             return None
+        self.latest_s = time.monotonic()
         number = next(self._numbers)
         # A program that fails again and again must not fill the disk.
         if number > _MOST_REPORTS:
@@ -355,7 +361,8 @@ def report_on_signal(reporter: Reporter) -> bool:
         Whether the signal writes reports. False if the caller is not the main thread, if C code has set a handler, or if the
             program has replaced Syncline's handler.
     """
-    global _ours
+    global _ours, _latest
+    _latest = reporter
     # Python allows only the main thread to set handlers, and Windows has no such signal.
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
         return False
@@ -405,6 +412,12 @@ class _OnSignal:
 
 
 _ours: _OnSignal | None = None
+_latest: Reporter | None = None
+
+
+def latest_reporter() -> Reporter | None:
+    """Return the reporter of the latest group that started in this process and was not made from another group."""
+    return _latest
 
 
 def _listen(handler: _OnSignal) -> None:

@@ -42,6 +42,7 @@ from ..errors import (
 )
 from ..health.liveness import Run, current_run, own_identity
 from .launch import process_manager
+from .silent_ranks import let_silent_ranks_report
 from .user_secret import private_folder
 
 logger = logging.getLogger("syncline.collectives")
@@ -116,7 +117,10 @@ class _OncePerNode:
             # Without a run, this rank has no name to print.
             sys.stderr.write(in_text(error, trace))
         else:
-            sys.stderr.write(last_words(f"[syncline] {run.who()}", "failed", error, trace).text)
+            said = last_words(f"[syncline] {run.who()}", "failed", error, trace)
+            sys.stderr.write(said.text)
+            if said.is_all:
+                let_silent_ranks_report(error)
 
 
 @dataclass(frozen=True)

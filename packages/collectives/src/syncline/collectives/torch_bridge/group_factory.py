@@ -14,10 +14,12 @@ import torch.distributed as dist
 from ..api.default_group import follow_default_group, get_default_group
 from ..errors import BackendUnavailableError, InvalidArgumentError, LaunchError, MisuseError, UnknownBackendError
 from ..group import ProcessGroup
+from ..health.report import latest_reporter
 from ..startup.backend import ConnectRequest, apply_to_process
 from ..startup.launch import take_launch
 from ..startup.registry import choose_backend, load_backend
 from ..startup.settings import load_settings
+from ..startup.silent_ranks import report_if_silent
 from ..startup.uncaught_errors import print_failures_of_the_run
 from . import compiled
 from .rendezvous import store_over
@@ -173,6 +175,7 @@ def _connect(torch_name: str, backend: str | None, options: Any, timeout_s: floa
             f"backend '{torch_name}' of torch.distributed stands on our backend '{name}': {error}"
         ) from error
     print_failures_of_the_run(has_siblings=launch is not None)
+    report_if_silent(latest_reporter())
     return made
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ...health.exit_status import as_status, set_exit_status
 from ...startup.mpi_library import abort_job
+from ...startup.silent_ranks import let_silent_ranks_report
 from ...startup.uncaught_errors import (
     also_failed,
     flush_output,
@@ -81,6 +82,7 @@ class Ending:
                 _print(error)
                 if self._job.size > 1:
                     say(f"{self._job.who()} failed and ends the job")
+                let_silent_ranks_report(error)
             else:
                 say(f"{self._job.who()} {also_failed(error, error.__traceback__)}; {first}")
                 if self._has_mpi():

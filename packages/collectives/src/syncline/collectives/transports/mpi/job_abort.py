@@ -46,6 +46,7 @@ from ...health.leaving import Leavers
 from ...health.liveness import Liveness, own_identity, rank_here
 from ...health.monitor import call_now_and_then
 from ...startup.mpi_library import abort_job
+from ...startup.silent_ranks import let_silent_ranks_report
 from ...startup.uncaught_errors import are_handled_elsewhere, last_words, say
 from .library import failed_ranks, is_fault_tolerant, no_more_mpi, while_mpi_runs
 from .neighbours import LeaveNotices
@@ -80,6 +81,7 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, trace: Traceba
         return
     words = last_words(_who(), "failed and ends the job", error, trace)
     say(words.text)
+    let_silent_ranks_report(error)
     # If another rank knows the cause, wait, because an early abort could lose that rank's message.
     if not words.is_all:
         with suppress(KeyboardInterrupt):
