@@ -59,6 +59,13 @@ def test_the_note_is_there_only_while_the_rank_waits(monkeypatch: pytest.MonkeyP
     assert not note.exists()
 
 
+def test_the_rank_waits_if_torch_raises_the_text_of_the_time_out(monkeypatch: pytest.MonkeyPatch, note: Path) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(time, "sleep", lambda _: seen.append(note.exists()))
+    let_silent_ranks_report(RuntimeError("Got the following error when running the callback: CollectiveTimeout: all_reduce"))
+    assert seen == [True]
+
+
 def test_ctrl_c_ends_the_wait_and_leaves_no_note(monkeypatch: pytest.MonkeyPatch, note: Path) -> None:
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt

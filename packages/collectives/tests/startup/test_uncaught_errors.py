@@ -155,6 +155,21 @@ def test_frames_of_torch_are_left_out_and_a_setting_brings_them_back(monkeypatch
     assert "_call_impl" in in_text(error, trace)
 
 
+def test_the_stack_that_torch_puts_into_a_text_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call() -> None:
+        raise RuntimeError(
+            "the callback: CollectiveTimeout: it did not finish\n\nAt:\n  host_group.py(551): _fail\n"
+        ) from OSError("x")
+
+    error, trace = through(call)
+    said = in_text(error, trace)
+    assert "CollectiveTimeout: it did not finish" in said
+    assert "host_group.py" not in said
+    assert "OSError: x" in said
+    monkeypatch.setenv("SYNCLINE_FULL_TRACEBACKS", "1")
+    assert "host_group.py(551): _fail" in in_text(error, trace)
+
+
 def test_where_torch_refused_something_is_shown() -> None:
     said = in_text(*through(torch.nn.Linear(2, 2), torch.ones(3)))
     assert "shapes cannot be multiplied" in said

@@ -71,7 +71,8 @@ def report_if_silent(reporter: Reporter | None) -> None:
 
 def let_silent_ranks_report(error: BaseException) -> None:
     """If an uncaught error is a time-out, wait 2.5 seconds, so that the silent ranks of this node can write their reports."""
-    if not isinstance(error, CollectiveTimeout):
+    # If a future of torch fails with our error, torch's DDP raises a RuntimeError with its text.
+    if not isinstance(error, CollectiveTimeout) and f"{CollectiveTimeout.__name__}: " not in str(error):
         return
     from ..health.report import report_folder  # here, because this loads torch
 

@@ -54,6 +54,7 @@ _STARTS_WITHIN_S = 5.0
 _VAGUE_S = 1.0
 _LOCK_S = 1.0
 _LONGEST_LINE = 200
+_STACK_IN_TEXT = "\n\nAt:\n"
 TRACEBACKS_VARIABLE = "SYNCLINE_FULL_TRACEBACKS"
 _IMPORTED_S = time.time()
 
@@ -203,14 +204,18 @@ def in_text(error: BaseException, trace: TracebackType | None) -> str:
     The text also lacks the causes of a `SynclineError`. All frames and causes are there if SYNCLINE_FULL_TRACEBACKS or the
     setting `full_tracebacks` asks for them, if logging is at DEBUG, or if the exception may be a bug of Syncline.
     """
+    said = os.environ.get(TRACEBACKS_VARIABLE, "")
+    shows_all = (said != "0" if said else _shows_all_frames) or logger.isEnabledFor(logging.DEBUG) or _is_bug(error, trace)
     shown = error
     if isinstance(error, SynclineError):
         shown = error.reworded(fitted(str(error)))
-        shown.__context__, shown.__suppress_context__ = error.__context__, error.__suppress_context__
+    # If a future of torch fails with our error, torch raises its text, followed by the Python stack in another form.
+    elif type(error) is RuntimeError and _STACK_IN_TEXT in str(error) and not shows_all:
+        shown = RuntimeError(str(error).partition(_STACK_IN_TEXT)[0])
+        shown.__cause__ = error.__cause__
+    shown.__context__, shown.__suppress_context__ = error.__context__, error.__suppress_context__
     told = traceback.TracebackException(type(error), shown, trace)
-    said = os.environ.get(TRACEBACKS_VARIABLE, "")
-    shows_all = said != "0" if said else _shows_all_frames
-    if not (shows_all or logger.isEnabledFor(logging.DEBUG) or _is_bug(error, trace)) and _shorten(told, error):
+    if not shows_all and _shorten(told, error):
         note = f"(Frames inside Syncline and torch are left out; {TRACEBACKS_VARIABLE}=1 shows them.)\n"
     else:
         note = ""
