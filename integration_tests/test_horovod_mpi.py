@@ -273,9 +273,9 @@ def test_allgather_of_rows_that_differ_is_an_error_on_every_rank() -> None:
     odd = hvd.rank() == hvd.size() - 1
     if hvd.size() == 1:
         return
-    with pytest.raises(RuntimeError, match="same dtypes and rows"):
+    with pytest.raises(RuntimeError, match="same dtypes and row shapes"):
         hvd.allgather(torch.ones(2, 3 if odd else 4))
-    with pytest.raises(RuntimeError, match="same dtypes and rows"):
+    with pytest.raises(RuntimeError, match="same dtypes and row shapes"):
         hvd.allgather(torch.ones(2, dtype=torch.float64 if odd else torch.float32))
     with pytest.raises(InvalidArgumentError, match="without a dimension"):
         hvd.allgather(torch.tensor(1.0))

@@ -508,7 +508,9 @@ def test_mpirun_and_library_of_different_mpis(run_job) -> None:
         pytest.skip(str(error))
     job = run_job(2, "print('not reached')", *RUN, "script.py", plain=True, **other.env)
     assert job.status != 0
-    assert job.output.count("syncline run: MPICH's mpiexec started this process, but cannot start Open MPI") == 1, job.output
+    assert job.output.count("syncline run: MPICH's mpiexec started this process, but does not work with Open MPI") == 1, (
+        job.output
+    )
     assert job.output.count("or set MPI4PY_LIBMPI to the launcher's libmpi.so") == 1, job.output
     assert "not reached" not in job.output
 

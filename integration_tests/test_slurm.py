@@ -225,7 +225,9 @@ def test_libraries_that_srun_cannot_start_are_told_before_they_die(cluster: Slur
     assert "WRONG MPI" in said["doctor pmix"], said["doctor pmix"]
     assert "LaunchError: " in said["init pmix"], said["init pmix"]
     for name in ("doctor pmix", "init pmix"):
-        assert "srun --mpi=pmix started this process, but cannot start MPICH from PyPI: start it with" in said[name], said[name]
+        assert "srun --mpi=pmix started this process, but does not work with MPICH from PyPI: start it with" in said[name], (
+            said[name]
+        )
         assert "srun --mpi=pmi2" in said[name]
     assert "export MPIR_CVAR_CH4_NETMOD=ofi" in said["doctor pmi2"], said["doctor pmi2"]
     assert "terminated" not in said["doctor pmi2"], said["doctor pmi2"]

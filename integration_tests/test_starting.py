@@ -113,10 +113,10 @@ def test_in_a_large_job_the_block_of_the_missing_rank_names_it(run_on: RunOn) ->
         """,
     )
     assert sorted(line for line in job.output.splitlines() if ": " in line and line[0].isdigit()) == [
-        "0: of ranks 0, 1 all have come; others say which have not",
-        "1: of ranks 0, 1 all have come; others say which have not",
+        "0: ranks 0, 1 came; other ranks name the missing ranks",
+        "1: ranks 0, 1 came; other ranks name the missing ranks",
         "2: rank 3 did not",
-        "4: of rank 4 all have come; others say which have not",
+        "4: rank 4 came; other ranks name the missing ranks",
     ], job.output
 
 
@@ -450,8 +450,8 @@ def test_a_library_that_the_launcher_cannot_start_is_told_before_it_ends_the_pro
         except ToolError as error:
             pytest.skip(str(error))
     for mpi, other, words in (
-        ("openmpi", "mpich", "Open MPI's mpirun started this process, but cannot start MPICH"),
-        ("mpich", "openmpi", "MPICH's mpiexec started this process, but cannot start Open MPI"),
+        ("openmpi", "mpich", "Open MPI's mpirun started this process, but does not work with MPICH"),
+        ("mpich", "openmpi", "MPICH's mpiexec started this process, but does not work with Open MPI"),
     ):
         job = run_on(mpi, 2, script, plain=True, MPI4PY_LIBMPI=libraries[other])
         assert job.status != 0

@@ -255,7 +255,7 @@ def test_replicas_that_differ_are_an_error_on_all_ranks(odd: int) -> None:
         others = "1, 2" if odd == 0 else str(odd)
         assert f"parameter '2.weight' on rank(s) {others} is not that of rank 0; 1 of 4 parameters differ" in str(caught.value)
         assert "after 6 averaged backwards" in str(caught.value)
-        assert "equal at 4" in str(caught.value)
+        assert "equal after 4" in str(caught.value)
 
     run_ranks(3, body)
 

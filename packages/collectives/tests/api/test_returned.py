@@ -57,7 +57,7 @@ def test_rows_that_differ_are_an_error_on_every_rank_and_do_no_harm() -> None:
         wide = group.rank == 1
         with pytest.raises(DisagreementError, match=r"rank\(s\) "):
             sc.all_gather_rows(torch.ones(2, 3 if wide else 2), group)
-        with pytest.raises(DisagreementError, match="same dtypes and rows"):
+        with pytest.raises(DisagreementError, match="same dtypes and row shapes"):
             sc.all_to_all_rows(torch.ones(3, dtype=torch.int32 if wide else torch.int64), None, group)
         assert sc.all_gather_rows(torch.ones(1), group).tolist() == [1.0] * 3
 

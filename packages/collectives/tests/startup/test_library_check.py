@@ -58,7 +58,7 @@ def test_only_what_is_certain_is_refused(vendor: str, environ: dict[str, str], i
         return
     assert conflict is not None
     first = conflict.splitlines()[0]
-    assert first.startswith(f"{manager} started this process, but cannot start {vendor} ")
+    assert first.startswith(f"{manager} started this process, but does not work with {vendor} ")
     assert refused[vendor, manager] in first
     assert len(first) <= 200
 

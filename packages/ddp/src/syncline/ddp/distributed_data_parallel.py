@@ -785,8 +785,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def _check_no_wire_dtype(self) -> None:
         if self._wire_dtype is not None:
             raise MisuseError(
-                f"mixed_precision averages gradients in {self._wire_dtype}, which a communication hook would replace: use only "
-                "one of them, such as torch.autocast with a hook that casts"
+                f"mixed_precision averages gradients in {self._wire_dtype}, so it allows no communication hook: use only one "
+                "of the two, such as torch.autocast with a hook that casts"
             )
 
     # ---- copies ----

@@ -559,7 +559,7 @@ class Elastic:
                 f"this newcomer has {what}: {mine}, and the other ranks {theirs}: make the same before Elastic(...)"
             )
         raise RankLostError(
-            f"newcomer(s) {others} on {self._group.place()} end, because their hook, model, optimizer or stateful differs",
+            f"newcomer(s) {others} on {self._group.place()} end: their hook, model, optimizers or objects in stateful= differ",
             others,
         )
 

@@ -154,7 +154,7 @@ def _problem(tensor: torch.Tensor, group: ProcessGroup) -> str | None:
         return "is not initialised yet; run one forward of the bare module before it is wrapped"
     if hasattr(tensor, "placements"):  # an import of the class of DTensors would take long
         return (
-            "is a DTensor, as tensor parallelism makes, and only plain parameters are averaged; use torch's own "
+            "is a DTensor (tensor parallelism makes DTensors), but only plain parameters can be averaged; use torch's own "
             "DistributedDataParallel over Syncline's groups, or fully_shard"
         )
     if tensor.device.type not in group.device_types:

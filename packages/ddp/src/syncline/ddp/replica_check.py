@@ -109,10 +109,11 @@ class ReplicaCheck:
         if are_same_on_all_ranks(hashes, group=self._group):
             return
         names = [name for name, _ in parameters]
+        earlier = f"they were equal after {self._same_at}" if self._same_at else "this is the first check"
         raise DisagreementError(
-            f"{difference(names, all_gather_bytes(hashes, group=self._group))} ({self._group.place()}, after "
-            f"{self._steps} averaged backwards, when the check began; equal at {self._same_at}). Look for parameters that are "
-            "changed on some ranks only, or stepped before their gradients are averaged"
+            f"{difference(names, all_gather_bytes(hashes, group=self._group))} ({self._group.place()}, checked after "
+            f"{self._steps} averaged backwards; {earlier}). Look for parameters that are changed on some ranks only, or "
+            "stepped before their gradients are averaged"
         )
 
 

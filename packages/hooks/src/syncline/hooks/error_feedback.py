@@ -86,6 +86,7 @@ class ErrorFeedback:
     def _check_size(self, name: str, tensor: torch.Tensor) -> None:
         if self._errors[name].numel() != tensor.numel():
             raise MisuseError(
-                f"the state holds an error of {self._errors[name].numel()} elements for parameter '{name}', whose gradient has "
-                f"{tensor.numel()}: it was saved from another model. Load the state of this one, or begin without"
+                f"the state holds error feedback of {self._errors[name].numel()} elements for parameter '{name}', whose "
+                f"gradient has {tensor.numel()}: it is the state of another model. Load this model's state, or start with a "
+                "new state"
             )

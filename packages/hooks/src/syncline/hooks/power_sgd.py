@@ -190,7 +190,7 @@ def _stacked(state: PowerSGDState, batch: _Batch) -> torch.Tensor:
         if member.shape != batch.factor_shape[1:]:
             raise MisuseError(
                 f"the state holds a factor of shape {list(member.shape)} for parameter '{name}', expected "
-                f"{list(batch.factor_shape[1:])}: it was saved from another model or with another rank"
+                f"{list(batch.factor_shape[1:])}: it is the state of another model or of another matrix rank"
             )
     return torch.stack([member.to(batch.matrices) for member in members])
 

@@ -523,8 +523,8 @@ def _check_same_rows(name: str, digests: Sequence[int], tensors: Sequence[torch.
     if others:
         mine = ", ".join(f"{tensor.dtype} with rows of shape {tuple(tensor.shape[1:])}" for tensor in tensors)
         raise DisagreementError(
-            f"{name} on {group.place()}: expected the same dtypes and rows on every rank, found {mine} here and others on "
-            f"rank(s) {', '.join(map(str, others))}; only the first dimension may differ"
+            f"{name} on {group.place()}: expected the same dtypes and row shapes on every rank, found {mine} here and others "
+            f"on rank(s) {', '.join(map(str, others))}; only the number of rows may differ"
         )
 
 

@@ -268,8 +268,8 @@ class RoundRobinGroup(DelegatingGroup):
     def _choose(self, device_type: str) -> ProcessGroup:  # noqa: ARG002 - turns do not depend on it
         if self.is_in_callback():
             raise MisuseError(
-                f"a collective on {self.place()}, of {len(self.groups)} groups in turn, was called in a future's callback; "
-                "whose turn it is would differ between ranks. Wait for the work first, or issue it on one of `groups`"
+                f"a collective on {self.place()}, a RoundRobinGroup, was called in a future's callback, where each rank could "
+                "choose another member group. Wait for the work first, or call a method of one of `groups`"
             )
         with self._lock:
             return next(self._turns)

@@ -266,9 +266,8 @@ class Queue:
             is_late = self._callbacks.get(get_ident())
             if is_late:
                 raise MisuseError(
-                    f"{what} on {place()} was called in a callback that was attached to a work after later collectives of the "
-                    "group had been issued, so its place in their order would be another on each rank. Attach the callback "
-                    "before the next collective is issued, or wait for the work first"
+                    f"{what} on {place()} was called in a late callback: attach the callback before you issue the group's next "
+                    "collective, or wait for the work first\nOtherwise the ranks could order this call differently"
                 )
             # This callback is not late. Do not count its call, so that callbacks that are attached later do not become late.
             if is_late is not None:

@@ -107,9 +107,10 @@ class MembershipVote:
             # This member ends, so the others must not propose it.
             self._store.delete_key(f"here/{self._me}")
             raise RankGivenUpError(
-                f"only the members {list(present)} came within {silence_timeout_s:g} s, while {silent} run and said nothing: "
-                f"a few ranks do not go on without more ranks. Let member {self._me} end; the others go on when they notice. "
-                "If they may compute for longer than that, pass a larger silence_timeout_s"
+                f"only the members {list(present)} came within {silence_timeout_s:g} s, but {silent} still run: let member "
+                f"{self._me} end, because a small part of the ranks does not go on alone\n"
+                "The others go on when they notice the loss. If a step may take longer than this time, pass a larger "
+                "silence_timeout_s"
             )
 
     def _is_settled(self) -> bool:

@@ -183,7 +183,7 @@ def launcher_conflict(environ: Mapping[str, str], vendor: str, version: tuple[in
     if remedy is not None:
         library = f"{vendor} from PyPI" if is_from_pypi else f"{vendor} {'.'.join(map(str, version))}"
         return (
-            f"{manager} started this process, but cannot start {library}: {remedy.format(vendor=vendor)}\n"
+            f"{manager} started this process, but does not work with {library}: {remedy.format(vendor=vendor)}\n"
             "Or use the site's MPI: load its module, or set MPI4PY_LIBMPI to its libmpi.so. In a batch script its own mpirun "
             "can take the place of srun"
         )
@@ -192,10 +192,10 @@ def launcher_conflict(environ: Mapping[str, str], vendor: str, version: tuple[in
     if manager != SRUN_PMI2 or vendor != "MPICH" or nodes in ("", "1") or environ.get(NETMOD) == "ofi":
         return None
     return (
-        f"{manager} started {vendor} from PyPI on {nodes} nodes: its addresses can be too long for Slurm. "
+        f"{manager} started {vendor} from PyPI on {nodes} nodes: the ranks' addresses can be too long for Slurm. "
         f"`export {NETMOD}=ofi` before srun\n"
-        "What its ranks tell one another over UCX can be longer than Slurm's PMI-2 lets through. MPICH then hangs or aborts, "
-        "in some runs and not in others. Over OFI it is short"
+        "Over UCX, the address of a rank can be longer than Slurm's PMI-2 allows. MPICH then hangs or aborts in some runs. "
+        "Over OFI the addresses are short"
     )
 
 

@@ -42,8 +42,8 @@ def user_secret(folder: Path | None = None) -> str:
         return path.read_text()
     except OSError as error:
         raise LaunchError(
-            f"cannot keep the secret of ranks that meet on this machine: set TMPDIR to a folder that this user can write, or "
-            f"give every rank the same SYNCLINE_SECRET\nThe system said of {path}: {error}"
+            "cannot write or read the secret file for ranks on this machine: set TMPDIR to a folder that this user can write, "
+            f"or give every rank the same SYNCLINE_SECRET\nThe system said of {path}: {error}"
         ) from error
 
 

@@ -146,8 +146,8 @@ def _world_size(ours: ProcessGroup) -> int:
 def _root(torch_name: str, members: list[int]) -> ProcessGroup:
     if torch_name not in _everybody:
         raise LaunchError(
-            f"new_group({members}, backend='{torch_name}'): a group of some ranks is made from one of all ranks, and there is "
-            f"none of that backend; call init_process_group('{torch_name}'), or first new_group(backend='{torch_name}') on all"
+            f"new_group({members}, backend='{torch_name}'): first make a group of all ranks with this backend, by "
+            f"init_process_group('{torch_name}') or by new_group(backend='{torch_name}') on every rank"
         )
     return _everybody[torch_name]
 

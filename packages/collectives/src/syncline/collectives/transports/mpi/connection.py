@@ -260,19 +260,19 @@ class _Meeting:
         if absent:
             return f"{ranks_in_words(absent)} did not"
         if self._rank not in self._listeners:
-            return f"{ranks_in_words(self._listeners)} say which, if they have come"
+            return f"the output of {ranks_in_words(self._listeners)} names the missing ranks"
         # If the block is the whole job, all ranks have come. Then only another version's protocol can keep the requests open.
         if len(self._block) == self.communicator.Get_size():
             return "all have come, but one runs another version of Syncline"
-        return f"of {ranks_in_words(self._block)} all have come; others say which have not"
+        return f"{ranks_in_words(self._block)} came; other ranks name the missing ranks"
 
     def _timed_out(self, timeout_s: float) -> str:
         return (
             f"not all ranks called init_process_group within {timeout_s:g} s (timeout): {self._in_words(self._absent())}\n"
-            "- Every rank of the MPI job has to call it. Where only some of the ranks shall train, pass the others by: "
-            "init_process_group(communicator=...) takes an mpi4py communicator of those that do.\n"
-            "- A rank that is still loading data or compiling comes later: pass a longer timeout.\n"
-            "- A rank that has ended, hangs, or runs an older version of Syncline counts as one that did not come"
+            "- Every rank of the MPI job must call init_process_group. If only some of the ranks should train, pass an mpi4py "
+            "communicator of these ranks: init_process_group(communicator=...).\n"
+            "- If a rank still loads data or compiles, pass a longer timeout.\n"
+            "- A missing rank may have ended, may hang, or may run an older version of Syncline"
         )
 
 

@@ -80,8 +80,8 @@ class MPIReconnector(Reconnector):
             self._meeting = DetachedCall(self._meet, "syncline-mpi-shrink")
         if not self._meeting.done.wait(silence_timeout_s):
             raise CollectiveTimeout(
-                f"MPI did not bring the ranks that are left together within {silence_timeout_s:g} s: a rank still "
-                "runs that does not call shrink. Over MPI the others never go on without it: end it, or call shrink again"
+                f"not all remaining ranks called shrink within {silence_timeout_s:g} s: over MPI, each rank that still runs "
+                "must call it. End the ranks that do not, or call shrink again"
             )
         meeting, self._meeting = self._meeting, None
         self.generation = meeting.result()
