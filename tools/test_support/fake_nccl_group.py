@@ -32,6 +32,7 @@ def run_on_fakes(
     body: Callable[[NcclGroup], object],
     *,
     reproducible: bool = False,
+    check_calls: bool = False,
     over_host_group: bool = False,
     timeout_s: float = 30.0,
     pci_id: Callable[[int], str] = "0000:{:02x}:00.0".format,
@@ -45,6 +46,7 @@ def run_on_fakes(
         size: number of ranks.
         body: called with the rank's group.
         reproducible: for the group.
+        check_calls: for the group.
         over_host_group: whether the ranks meet in a host group instead of a store.
         timeout_s: for the group.
         pci_id: gives each rank its GPU.
@@ -58,7 +60,7 @@ def run_on_fakes(
         rendezvous = GroupRendezvous(outer, owned=False) if over_host_group else StoreRendezvous(store)
         device = runtime(pci_id(outer.rank))
         connector = Connector(library, device, rendezvous, range(size), outer.rank, "ranks")
-        group = NcclGroupOnFakes(connector, timeout_s=timeout_s, reproducible=reproducible)
+        group = NcclGroupOnFakes(connector, timeout_s=timeout_s, reproducible=reproducible, check_calls=check_calls)
         try:
             with device.running() if lazily else nullcontext():
                 body(group)

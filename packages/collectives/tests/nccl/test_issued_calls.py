@@ -183,6 +183,60 @@ def test_many_ranks_compare_some_backwards(monkeypatch: pytest.MonkeyPatch) -> N
     run_on_fakes(3, body)
 
 
+# ---- each call is compared before it is issued ----
+
+
+@OVER
+def test_with_check_calls_a_call_that_differs_raises_before_data_moves(over_host_group: bool) -> None:
+    def body(group: NcclGroup) -> None:
+        group.all_reduce(torch.ones(2))
+        tensor = torch.full((4 + group.rank,), 7.0)
+        with pytest.raises(DisagreementError, match=r"rank 1: all_reduce\(float32\[5\], op=SUM\)"):
+            group.all_reduce(tensor)
+        assert tensor.eq(7).all()
+        with pytest.raises(TransportError, match="had failed before"):
+            group.barrier()
+
+    run_on_fakes(2, body, check_calls=True, over_host_group=over_host_group)
+
+
+@OVER
+def test_with_check_calls_equal_calls_give_their_results(over_host_group: bool) -> None:
+    def body(group: NcclGroup) -> None:
+        for made in (group, group.split(0)):
+            tensor = torch.full((3,), float(made.rank + 1))
+            made.all_reduce(tensor)
+            with made.coalescing():
+                works = [made.all_reduce(tensor, async_op=True) for _ in range(2)]
+            works[0].wait(PATIENCE_S)
+            assert tensor.tolist() == [12.0] * 3
+            made.agree_on_calls(async_op=True)
+            made.barrier()
+
+    run_on_fakes(2, body, check_calls=True, over_host_group=over_host_group)
+
+
+def test_with_check_calls_groups_made_from_a_group_check_too() -> None:
+    def body(group: NcclGroup) -> None:
+        part = group.split(0)
+        with pytest.raises(DisagreementError, match=r"rank 1: broadcast\(float32\[1\], root=0\)"):
+            part.all_reduce(torch.ones(1)) if part.rank == 0 else part.broadcast(torch.ones(1))
+        part.abort()
+
+    run_on_fakes(2, body, check_calls=True)
+
+
+def test_with_check_calls_a_rank_that_does_not_come_is_named_with_the_call() -> None:
+    def body(group: NcclGroup) -> None:
+        group.barrier()
+        if group.rank == 0:
+            with pytest.raises(TransportError, match=r"the comparison of all_reduce\(float32\[1\], op=SUM\)"):
+                group.all_reduce(torch.ones(1))
+        group.abort()
+
+    run_on_fakes(2, body, check_calls=True, timeout_s=1.0)
+
+
 @OVER
 def test_groups_compare_side_by_side(over_host_group: bool) -> None:
     """Topics of two groups may have the same tag; each gets its own messages."""

@@ -40,11 +40,13 @@ class NcclBackend(Backend):
             raise BackendUnavailableError(f"backend 'nccl': {lack}")
         meeting, rank, size = _meeting(request)
         connector = Connector(library.load(), CudaRuntime(), meeting, range(size), rank, request.group_name)
-        group = NcclGroup(connector, timeout_s=request.timeout_s, reproducible=request.reproducible)
+        group = NcclGroup(
+            connector, timeout_s=request.timeout_s, reproducible=request.reproducible, check_calls=request.check_calls
+        )
         host = meeting.group
         # The ranks met in a store, so nobody has compared their options yet.
         if host is None:
-            group.start({"reproducible": request.reproducible})
+            group.start({"check_calls": request.check_calls, "reproducible": request.reproducible})
         elif isinstance(host, EngineGroup):
             group.report_to(host.reporter)  # the host group has compared the options already
         return group

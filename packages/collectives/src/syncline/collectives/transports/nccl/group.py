@@ -22,6 +22,7 @@ from ...errors import DisagreementError, InvalidArgumentError, MisuseError, Sync
 from ...group import ProcessGroup
 from ...health.agreement import History
 from ...health.monitor import call_now_and_then
+from ...health.statements import different_calls
 from ...tensors.layout import is_tracked, untracked
 from ...work import FinishedWork, PendingWork, Work
 from .communicator import version_in_words
@@ -90,11 +91,14 @@ class NcclGroup(EngineGroup):
     also waits for a comparison, for at most `_CLOSE_S` seconds. A group of N ranks compares after every n-th backward, where n
     is N / `_COMPARED_EACH_TIME`, rounded up.
 
-    Calls in a CUDA graph enter the history at the capture, and not at a replay.
+    With `check_calls`, the ranks compare each collective before it is issued instead. The CPU waits for this comparison.
+
+    Calls in a CUDA graph are compared at the capture, and not at a replay.
 
     Args:
         of_all: the communicator of all ranks of this group, if the group was split from another group.
         reproducible: whether to reduce in rank order if the result depends on the order.
+        check_calls: whether the ranks compare each collective before it is issued.
         owns_rendezvous: whether the group owns its rendezvous; False for a part of another group.
     """
 
@@ -106,11 +110,21 @@ class NcclGroup(EngineGroup):
         ranks: Sequence[int] | None = None,
         of_all: StreamCommunicator | None = None,
         reproducible: bool = False,
+        check_calls: bool = False,
         owns_rendezvous: bool = True,
     ) -> None:
         size = len(connector.ranks)
         carrier = RendezvousCarrier(connector.agree)
-        super().__init__(connector.rank, size, carrier, name=connector.name, timeout_s=timeout_s, ranks=ranks)
+        super().__init__(
+            connector.rank,
+            size,
+            carrier,
+            name=connector.name,
+            timeout_s=timeout_s,
+            ranks=ranks,
+            compares_later=not check_calls,
+        )
+        self._checks_calls = check_calls and size > 1
         self._connector = connector
         self._runtime = connector.runtime
         self._reproducible = reproducible
@@ -208,6 +222,8 @@ class NcclGroup(EngineGroup):
         Returns the work, and whether the call is on the stream.
         """
         self._check_usable(call.signature)
+        if self._checks_calls:
+            self._check_same_call(call)
         connected = self._connections.connection_of_all(call.signature, device)
         plan = self._plans.get(call.signature) or self._make_plan(call.signature)
         assert isinstance(plan, NcclPlan)
@@ -427,12 +443,26 @@ class NcclGroup(EngineGroup):
             ranks=[self.ranks[member] for member in members],
             of_all=of_all,
             reproducible=self._reproducible,
+            check_calls=self._checks_calls,
             owns_rendezvous=False,
         )
         made.report_to(self._reporter)
         return made
 
     # ---- agreement; see Note [Comparison over NCCL] ----
+
+    def _check_same_call(self, call: Call) -> None:
+        """Compare a call with the other ranks before it is issued. The CPU waits for the other ranks. Called in a turn.
+
+        Raises:
+            FatalError: the ranks call different collectives, or a rank did not come.
+        """
+        try:
+            said = self._agreed.same(call.words, CancelScope(self.timeout_s, self._in_flight.reason_to_give_up))
+        except SynclineError as error:
+            raise FatalError(error.reworded(f"the comparison of {call} on {self.place()}: {error}")) from error
+        if said is not None:
+            raise FatalError(different_calls(said))
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
@@ -522,7 +552,7 @@ class NcclGroup(EngineGroup):
         before = self._connector
         rendezvous = GroupRendezvous(host, owned=before.rendezvous.owns_group)
         connector = Connector(before.nccl, before.runtime, rendezvous, range(host.size), host.rank, self.name)
-        made = type(self)(connector, timeout_s=self.timeout_s, reproducible=self._reproducible)
+        made = type(self)(connector, timeout_s=self.timeout_s, reproducible=self._reproducible, check_calls=self._checks_calls)
         self._is_replaced = True
         made.report_to(self._reporter)
         return made
