@@ -3,10 +3,12 @@
 The classes of groups::
 
     ProcessGroup (group)                                         what users hold: checks arguments
-      └ EngineGroup (engine.engine_group)                        plans, the record of calls, the first failure
-          ├ HostGroup (engine.host_group)                        runs calls one after the other on the host
-          │   └ ShrinkableGroup (membership.shrinkable_group)    over MPI, Gloo, threads: can go on after the loss of a rank
-          └ NcclGroup (transports.nccl.group)                    puts calls on a stream of the GPU
+      ├ EngineGroup (engine.engine_group)                        plans, the record of calls, the first failure
+      │   ├ HostGroup (engine.host_group)                        runs calls one after the other on the host
+      │   │   └ ShrinkableGroup (membership.shrinkable_group)    over MPI, Gloo, threads: can go on after the loss of a rank
+      │   └ NcclGroup (transports.nccl.group)                    puts calls on a stream of the GPU
+      ├ DelegatingGroup (engine.composed)                        passes calls to its groups: `PerDeviceGroup`, `RoundRobinGroup`
+      └ TorchGroup (torch_bridge.torch_group)                    passes calls to a group of torch.distributed
 
 To read the code, follow a tensor from `all_reduce(tensor)` to shared memory:
 
