@@ -250,7 +250,8 @@ class HostGroup(EngineGroup):
     def _run(self, call: Call, body: Body, order: StreamOrder | None) -> None:
         """Run one call to its end. An error is the group's first failure. See [2] in `HostGroup`."""
         # While the call waits, `CancelScope.check` calls `ask` every 10 ms, and raises the error that `ask` returns. The
-        # monitor asks the same question, and may cancel the scope first; see Note [Who ends a call] in `health.monitor`.
+        # monitor asks only whether a rank is lost (`reason_to_give_up`), and may cancel the scope first; see Note [Who ends a
+        # call] in `health.monitor`.
         ask = self.reason_to_give_up if call.number is None else self._why_call_cannot_end
         call.scope = CancelScope(self.timeout_s, ask)
         # `abort` sets the first failure, then cancels the running call. Here the order is the other way round: set the running
