@@ -27,11 +27,16 @@ You can also follow an error. Suppose that a rank is killed during a collective:
 
 1. Another rank waits, for example in `transports.mpi.node.shared_sync`, and calls `CancelScope.check` (`engine.cancel_scope`)
    now and then. If a library blocks the rank, the monitor (`health.monitor`) asks `health.liveness`.
-2. `HostGroup._why_call_cannot_end` asks `health.liveness`. The result is an error that names the lost rank.
+2. `HostGroup._why_call_cannot_end` asks `health.leaving` for ranks that have left, then `health.liveness` for lost ranks, then
+   the group's store for an alarm of another rank. Here, the result is an error of `health.liveness` that names the lost rank.
 3. `HostGroup._fail` adds the call and the group to the error's text (`engine.failure`), lets `health.report` write a report,
    and tells the other ranks.
-4. If the script does not catch the error, `startup.uncaught_errors` prints it. Over MPI, `transports.mpi.job_abort` then ends
-   the job.
+4. If the script does not catch the error, one of three printers prints it:
+
+   - under `syncline run`, `Ending.fail` (`cli.run.ending`), which also ends the job; then Syncline sets no exception hook;
+   - else over MPI, the hook `transports.mpi.job_abort._on_uncaught`: it calls `last_words` of `startup.uncaught_errors`, and
+     ends the job;
+   - else the hook that `startup.uncaught_errors` has set.
 
 Ranks find each other through stores. A drawing in `stores.tcp` shows how a client reaches the server.
 """
