@@ -508,6 +508,7 @@ class HostGroup(EngineGroup):
             self._leavers.is_closed = True
 
     def _close_transport(self) -> None:
+        """Close the transport. `membership.ShrinkableGroup` also closes its reconnector."""
         self._transport.close()
 
     def _stop_watching(self) -> None:
