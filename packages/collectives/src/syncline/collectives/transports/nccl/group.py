@@ -52,9 +52,11 @@ class NcclGroup(EngineGroup):
 
         _issue ─ the queue's turn ─► _issue_in_turn: communicator, plan ─► _put_on_stream: the plan runs, an event ─► StreamWork
 
-    The objects of a call::
+    The objects of a call. An arrow means "holds"::
 
-        Call ─► PlannedCall: with its plan and tensors ─► Launch: on the stream ─► StreamWork: the user's handle
+        StreamWork: the user's handle ─► Launch: what is on the stream ─► Call: one call, or each call of a batch
+
+    A `PlannedCall` holds a call, its plan and its tensors, but only until the call is on the stream.
 
     Note [Order over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~
