@@ -116,7 +116,8 @@ class Connection:
         # end hangs up, too. So `TCPStore._connect` tries a second time before it raises an error about the secret.
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             raise HungUpError(f"it hung up ({errno.errorcode.get(value, value)})")
-        # The server could read the handshake, but refuses this client's key.
+        # FAILED_AUTH: the server could read the handshake, but refuses this client's key. FAILED_PROTOCOL: this client cannot
+        # read the server's answer. The event does not say whether the server lacks the secret, or breaks the protocol.
         if event in _HANDSHAKE_ENDED:
             raise other_secret(self._where)
         if event == zmq.EVENT_CLOSED:
