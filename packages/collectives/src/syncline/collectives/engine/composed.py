@@ -161,7 +161,9 @@ class PerDeviceGroup(DelegatingGroup):
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
         works = [work for group in self._all if (work := group.agree_on_calls(async_op=async_op)) is not None]
-        return works[0] if works else None  # at most one: only the host's group compares calls later
+        # With `async_op=False`, all comparisons are over here. With True, a group over NCCL returns None, so usually only the
+        # host's group returns a work. (If another group does, too, a difference there still ends that group.)
+        return works[0] if works else None
 
     def _choose(self, device_type: str) -> ProcessGroup:
         return self.groups[device_type]
