@@ -367,7 +367,8 @@ class Node:
 class Algorithm(ABC):
     """Moves the data of calls of one signature. The tensors may be in any memory.
 
-    `name` is for logs. `compares` says whether the ranks must compare the call before `run`.
+    `name` is for logs. `compares` says whether the ranks must compare the call before `run`. If False, `run` compares the call
+    itself, or the group compares the call later.
     """
 
     name: str
@@ -415,7 +416,8 @@ class WindowAlgorithm(ABC):
 class NodePlan(Plan):
     """Runs the calls of one signature, for ranks that may share memory.
 
-    [1] The ranks compare the call and the places of their tensors.
+    [1] The ranks compare the call and the places of their tensors. This step is left out if no tensor can be in a window, and
+        `algorithm` needs no comparison before it (see `Algorithm.compares`). For example, `Eager.run` compares the call itself.
     [2] If all tensors are at the same place of a window, `in_window` moves the data.
     [3] Otherwise `algorithm` moves the data. If its shared memory cannot be made, `by_mpi` replaces it for ever.
 
