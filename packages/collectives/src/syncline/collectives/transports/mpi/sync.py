@@ -18,7 +18,7 @@ from .neighbours import TimeoutReport
 from .waiting import ARRIVAL_NAP_S
 
 NOWHERE = -1
-"""The place of a tensor that is in no window."""
+"""The place key of a tensor that is in no window."""
 
 _T = TypeVar("_T")
 
@@ -31,15 +31,15 @@ class Sync(ABC):
     """Lets the ranks of a group wait for one another. All ranks call the methods in the same order."""
 
     @abstractmethod
-    def compare(self, call: Call, place: int = NOWHERE) -> bool:
+    def compare(self, call: Call, place_key: int = NOWHERE) -> bool:
         """Return when all ranks have come with the same call.
 
         Args:
             call: this rank's call. The ranks compare `Call.digest`.
-            place: the place of this rank's tensor in shared memory, from `Windows.key_of`, or `NOWHERE`.
+            place_key: the key of the place of this rank's tensor in shared memory, from `Windows.key_of`, or `NOWHERE`.
 
         Returns:
-            Whether all ranks passed the same place, and the place is not `NOWHERE`.
+            Whether all ranks passed the same place key, and the key is not `NOWHERE`.
 
         Raises:
             DisagreementError: the ranks make different calls. All ranks raise this error.
@@ -66,12 +66,12 @@ class MessageSync(Sync):
         self._numbers = array("q", (0,) * 4)
         self._given_up: list[object] = []
 
-    def compare(self, call: Call, place: int = NOWHERE) -> bool:
+    def compare(self, call: Call, place_key: int = NOWHERE) -> bool:
         """As `Sync.compare`, by one MPI reduction (MAX)."""
         # The reduction contains each number and its negative, so the result has the largest and the smallest number. If both
         # are equal, all numbers are equal.
         digest, numbers = call.digest(), self._numbers
-        numbers[0], numbers[1], numbers[2], numbers[3] = digest, -digest, place, -place
+        numbers[0], numbers[1], numbers[2], numbers[3] = digest, -digest, place_key, -place_key
         spec = (numbers, MPI.INT64_T)
         self.run(call, lambda: self._communicator.Iallreduce(MPI.IN_PLACE, spec, MPI.MAX), naps_at_once=True)
         # All ranks see the same two numbers, so all come to `disagreement`.

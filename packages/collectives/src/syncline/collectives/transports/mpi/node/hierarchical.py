@@ -91,9 +91,9 @@ class HierarchicalInWindow(WindowAlgorithm):
         self._numel = signature.numel
         self._reduction = reduction
 
-    def run(self, place: int, part: torch.Tensor, call: Call) -> None:
+    def run(self, place_key: int, part: torch.Tensor, call: Call) -> None:
         """As `WindowAlgorithm.run`."""
-        self._reduction.run(self._node.memory.windows.place(place), self._numel, call)
+        self._reduction.run(self._node.memory.windows.place(place_key), self._numel, call)
         self._node.local_sync(call).wait(call)
 
 

@@ -405,11 +405,10 @@ class WindowAlgorithm(ABC):
     name: str
 
     @abstractmethod
-    def run(self, place: int, part: torch.Tensor, call: Call) -> None:
+    def run(self, place_key: int, part: torch.Tensor, call: Call) -> None:
         """As `Plan.run`, but with a place in a window instead of the argument `whole`.
 
-        `place` is a key from `Windows.key_of`, equal on all ranks. An all-reduce ignores `part`, because the tensor is at
-        `place`.
+        `place_key` is from `Windows.key_of`, and equal on all ranks. An all-reduce ignores `part`: the tensor is at the place.
         """
 
 
@@ -444,12 +443,12 @@ class NodePlan(Plan):
         looks = self._in_window is not None and node.memory.has_windows
         is_compared = looks or algorithm.compares
         if is_compared:
-            place = node.memory.windows.key_of(whole) if looks else NOWHERE
+            place_key = node.memory.windows.key_of(whole) if looks else NOWHERE
             # Calls that differ are an error. The answer says only whether all tensors are at the same place of a window.
-            if node.sync(call).compare(call, place):  # [1]
+            if node.sync(call).compare(call, place_key):  # [1]
                 assert self._in_window is not None
                 self._latest = self._in_window.name
-                self._in_window.run(place, part, call)  # [2]
+                self._in_window.run(place_key, part, call)  # [2]
                 return
         # Call `is_ready` only here: if all tensors are in windows, the memory of the other algorithms is never made.
         if not algorithm.is_ready(call):

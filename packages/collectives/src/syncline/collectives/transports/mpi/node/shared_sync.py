@@ -111,11 +111,11 @@ class ShmBarrier:
         with torch.inference_mode(False):  # the tensors are kept for later calls, which may be outside of this mode
             return self._segment.rows(_HEAD_BYTES + turn * self.slot_bytes + offset_bytes, numel, dtype)
 
-    def arrive(self, scope: CancelScope, digest: int = 0, place: int = NOWHERE) -> tuple[bool, bool]:
-        """Return when all ranks have arrived: whether all ranks passed one `digest`, and whether they passed one `place`.
+    def arrive(self, scope: CancelScope, digest: int = 0, place_key: int = NOWHERE) -> tuple[bool, bool]:
+        """Return when all ranks have arrived: whether all ranks passed one `digest`, and whether they passed one `place_key`.
 
-        `digest` is the digest of this rank's call. `place` is the key of this rank's tensor from `Windows.key_of`, or
-        `NOWHERE`, for which the second answer is False. `digest` and `place` have 64 bits.
+        `digest` is the digest of this rank's call. `place_key` is the key of this rank's tensor from `Windows.key_of`, or
+        `NOWHERE`, for which the second answer is False. `digest` and `place_key` have 64 bits.
 
         Raises:
             GaveUpError: a rank will not come, or `give_up` was called on this rank.
@@ -125,7 +125,7 @@ class ShmBarrier:
         self.arrivals = arrival = self.arrivals + 1
         numbers, (own, others) = self._numbers, self._lines[arrival & 1]
         numbers[own + 1] = digest
-        numbers[own + 2] = place
+        numbers[own + 2] = place_key
         self._fence()  # [1] of Note [Order in memory]
         numbers[own] = arrival  # written last: a rank that sees this number must see the other two, too
         # `give_up` was called before this arrival, or on another thread just now. This number may have replaced its mark, so
@@ -138,11 +138,11 @@ class ShmBarrier:
             if numbers[line] != arrival:
                 self._wait(line, arrival, scope)
         self._fence()  # [2]
-        is_same, is_common = True, place != NOWHERE
+        is_same, is_common = True, place_key != NOWHERE
         for line in others:
             if numbers[line + 1] != digest:
                 is_same = False
-            if numbers[line + 2] != place:
+            if numbers[line + 2] != place_key:
                 is_common = False
         self._complete = arrival
         return is_same, is_common
@@ -198,10 +198,10 @@ class SharedSync(Sync):
         self.barrier = barrier
         self._messages = messages
 
-    def compare(self, call: Call, place: int = NOWHERE) -> bool:
+    def compare(self, call: Call, place_key: int = NOWHERE) -> bool:
         """As `Sync.compare`."""
         try:
-            is_same, is_common = self.barrier.arrive(call.scope, call.digest(), place)
+            is_same, is_common = self.barrier.arrive(call.scope, call.digest(), place_key)
         except Exception as error:  # noqa: BLE001 - raised again
             raise self._explained(error, call) from None
         if not is_same:

@@ -59,17 +59,18 @@ class SlicesInWindow(WindowAlgorithm):
         self._node = node
         self._signature = signature
         self._make_share = _SHARES[operation]
-        # The shares by the key of the place. A share does not keep its window alive, so use it only while a tensor is there.
+        # The shares by place key. A share does not keep its window alive, so use it only while a tensor is there.
         self._shares: dict[int, Share] = {}
 
-    def run(self, place: int, part: torch.Tensor, call: Call) -> None:
+    def run(self, place_key: int, part: torch.Tensor, call: Call) -> None:
         """As `WindowAlgorithm.run`."""
-        share = self._shares.get(place)
+        share = self._shares.get(place_key)
         if share is None:
             # A program that uses so many places makes new tensors all the time, so old shares are of little use.
             if len(self._shares) >= _MOST_PLACES:
                 self._shares.clear()
-            share = self._shares[place] = self._make_share(self._node.memory.windows.place(place), self._signature)
+            place = self._node.memory.windows.place(place_key)
+            share = self._shares[place_key] = self._make_share(place, self._signature)
         share(part)
         self._node.local_sync(call).wait(call)
 
