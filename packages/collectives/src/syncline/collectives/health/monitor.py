@@ -155,7 +155,7 @@ class Monitor:
         self._end_process = end_process
         self._lock = threading.Lock()
         self._groups: list[tuple[weakref.ref[Monitored], Escalation]] = []
-        self._looked: list[tuple[weakref.ref[Looked], _Turn]] = []
+        self._looked: list[tuple[weakref.ref[Looked], _Schedule]] = []
         self._has_warned = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="syncline-monitor", daemon=True)
@@ -171,8 +171,8 @@ class Monitor:
         with self._lock:
             looked = list(self._looked)
         # A thread that is inside torch while the interpreter ends crashes the process.
-        for _, turn in looked:
-            turn.finish(_STOP_S)
+        for _, schedule in looked:
+            schedule.finish(_STOP_S)
 
     def watch(self, group: Monitored) -> None:
         """Look at the group's calls from now on, as long as the group exists."""
@@ -182,7 +182,7 @@ class Monitor:
     def call_now_and_then(self, looked: Looked) -> None:
         """Call the object's `look` every `period_s` seconds from now on, as long as the object exists."""
         with self._lock:
-            self._looked.append((weakref.ref(looked), _Turn()))
+            self._looked.append((weakref.ref(looked), _Schedule()))
 
     def look(self, now_s: float | None = None) -> None:
         """Look once at each group, and call `look` of each `Looked` object that is due."""
@@ -197,10 +197,10 @@ class Monitor:
             if group is not None:
                 self._guarded(self._end_if_in_vain, group, escalation)
                 self._guarded(self._escalate, group, escalation)
-        for other, turn in looked:
+        for other, schedule in looked:
             thing = other()
             if thing is not None:
-                self._guarded(turn.look, thing, now_s)
+                self._guarded(schedule.look, thing, now_s)
 
     def _guarded(self, look: Callable[P, object], *arguments: P.args, **options: P.kwargs) -> None:
         try:
@@ -240,7 +240,7 @@ class Monitor:
                 self._end_process(words)
 
 
-class _Turn:
+class _Schedule:
     def __init__(self) -> None:
         self._next_s = 0.0
         self._running: DetachedCall[None] | None = None

@@ -40,33 +40,34 @@ class Eager(Algorithm):
         self._shown_bytes = size.shown
         self._shows_part = operation is Operation.ALL_GATHER
         self._sync: SharedSync | None = None
-        self._turns: list[tuple[memoryview | None, _Read]] = []
+        self._by_parity: list[tuple[memoryview | None, _Read]] = []
 
     def is_ready(self, call: Call) -> bool:
         """Whether the group has a barrier in shared memory. The first call makes the barrier."""
         if self._sync is None:
             self._sync = self._node.shared_sync(call)
             if self._sync is not None:
-                self._turns = [self._laid_out(self._sync.barrier, turn) for turn in (0, 1)]
+                self._by_parity = [self._laid_out(self._sync.barrier, parity) for parity in (0, 1)]
         return self._sync is not None
 
     def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
         """Write this rank's slot, compare the call, then read the slots of all ranks."""
         sync = self._sync
         assert sync is not None
-        # Use the turn of the next arrival, which is in `compare` below.
-        slot, read = self._turns[(sync.barrier.arrivals + 1) & 1]
+        # Use the slot of the next arrival, which is in `compare` below.
+        slot, read = self._by_parity[(sync.barrier.arrivals + 1) & 1]
         # In a broadcast, only the root writes to its slot.
         if slot is not None:
             slot[:] = _memory_at((part if self._shows_part else whole).data_ptr(), self._shown_bytes)
         sync.compare(call)  # even if `NodePlan` has compared the call already
         read(part, whole)
 
-    def _laid_out(self, barrier: ShmBarrier, turn: int) -> tuple[memoryview | None, _Read]:
+    def _laid_out(self, barrier: ShmBarrier, parity: int) -> tuple[memoryview | None, _Read]:
         """Return this rank's slot (None if no rank reads it), and the function that reads the slots."""
         signature, mine = self._signature, barrier.mine
         slots = [
-            memoryview(_memory_at(slot.data_ptr(), slot.nbytes)) for slot in barrier.slots(turn, self._shown_bytes, torch.uint8)
+            memoryview(_memory_at(slot.data_ptr(), slot.nbytes))
+            for slot in barrier.slots(parity, self._shown_bytes, torch.uint8)
         ]
         if self._operation is Operation.BROADCAST:
             root = signature.root_rank
@@ -75,7 +76,7 @@ class Eager(Algorithm):
             return slots[mine], _gather(slots)
         # In a reduce-scatter, a rank reads only the part of each block that it reduces.
         offset_bytes = mine * signature.nbytes if self._operation is Operation.REDUCE_SCATTER else 0
-        terms = barrier.slots(turn, signature.numel, signature.element_dtype, offset_bytes)
+        terms = barrier.slots(parity, signature.numel, signature.element_dtype, offset_bytes)
         return slots[mine], _reduce(reducer_of(terms, signature.reduction, signature.element_dtype))
 
 

@@ -97,19 +97,19 @@ class ShmBarrier:
         self._progress = progress
         self._fence = fence
         self._numbers = segment.contents().cast("q")
-        self._lines = [self._lines_of(turn) for turn in (0, 1)]
+        self._lines = [self._lines_of(parity) for parity in (0, 1)]
         self._looks_before_yielding = _LOOKS_ON_OWN_CORE if has_own_core else _LOOKS_ON_SHARED_CORE
-        self.arrivals = 0  # the number of this rank's latest arrival; the turn of an arrival is its number mod 2
+        self.arrivals = 0  # the number of this rank's latest arrival; the parity of an arrival is its number mod 2
         self._complete = 0  # the latest arrival for which this rank has seen all others
         self._has_given_up = False
 
-    def slots(self, turn: int, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> list[torch.Tensor]:
-        """Return, for each rank, a flat tensor of `numel` elements in its eager slot `turn`. `numel` is at least 1.
+    def slots(self, parity: int, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> list[torch.Tensor]:
+        """Return, for each rank, a flat tensor of `numel` elements in its eager slot `parity`. `numel` is at least 1.
 
         Arrival k uses slot k mod 2. Write this rank's slot before `arrive`, and read other ranks' slots afterwards.
         """
         with torch.inference_mode(False):  # the tensors are kept for later calls, which may be outside of this mode
-            return self._segment.rows(_HEAD_BYTES + turn * self.slot_bytes + offset_bytes, numel, dtype)
+            return self._segment.rows(_HEAD_BYTES + parity * self.slot_bytes + offset_bytes, numel, dtype)
 
     def arrive(self, scope: CancelScope, digest: int = 0, place_key: int = NOWHERE) -> tuple[bool, bool]:
         """Return when all ranks have arrived: whether all ranks passed one `digest`, and whether they passed one `place_key`.
@@ -163,8 +163,8 @@ class ShmBarrier:
     def _mark(self, arrival: int) -> None:
         self._numbers[self._lines[arrival & 1][0]] = -arrival
 
-    def _lines_of(self, turn: int) -> tuple[int, list[int]]:
-        lines = [(self._segment.offset_of(rank) + turn * _LINE_BYTES) // 8 for rank in range(self.size)]
+    def _lines_of(self, parity: int) -> tuple[int, list[int]]:
+        lines = [(self._segment.offset_of(rank) + parity * _LINE_BYTES) // 8 for rank in range(self.size)]
         return lines[self.mine], lines[: self.mine] + lines[self.mine + 1 :]
 
     def _wait(self, line: int, arrival: int, scope: CancelScope) -> None:
