@@ -370,10 +370,10 @@ def test_a_newcomer_hears_that_the_job_has_ended() -> None:
 
 def test_a_newcomer_with_other_options_is_refused() -> None:
     store = HashStore()
-    with patch.object(gloo, "_generations", itertools.count()):  # as in a process of its own
+    with patch.object(gloo, "_connection_numbers", itertools.count()):  # as in a process of its own
         made = GlooBackend().connect(ConnectRequest(None, 0, 1, None, 5, store=dist.PrefixStore("job", store)))
     assert made.missing_for_admit() is None
-    with pytest.raises(DisagreementError, match="check_calls"), patch.object(gloo, "_generations", itertools.count()):
+    with pytest.raises(DisagreementError, match="check_calls"), patch.object(gloo, "_connection_numbers", itertools.count()):
         GlooBackend().connect(
             ConnectRequest(None, None, None, None, 5, store=dist.PrefixStore("job", store), check_calls=True, joins=True)
         )
@@ -382,9 +382,9 @@ def test_a_newcomer_with_other_options_is_refused() -> None:
 
 def test_a_newcomer_needs_no_interface_although_the_job_has_chosen_one() -> None:
     store = dist.PrefixStore("job", HashStore())
-    with patch.object(gloo, "_generations", itertools.count()):  # as in a process of its own
+    with patch.object(gloo, "_connection_numbers", itertools.count()):  # as in a process of its own
         made = GlooBackend().connect(ConnectRequest(None, 0, 1, None, 30, store=store, interfaces=("lo",)))
-    with patch.object(gloo, "_generations", itertools.count()):
+    with patch.object(gloo, "_connection_numbers", itertools.count()):
         newcomer = GlooBackend().connect(ConnectRequest(None, None, None, None, 30, store=store, joins=True))
 
     def play(number: int) -> object:

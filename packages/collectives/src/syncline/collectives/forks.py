@@ -31,7 +31,7 @@ logger = logging.getLogger("syncline.collectives")
 
 _lock = threading.RLock()  # guards the set; reentrant, because the garbage collector may call into this module at any time
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
-_generation = 0
+_fork_count = 0
 _is_of_rank = False
 
 
@@ -58,12 +58,12 @@ def in_forks(function: Callable[[], object]) -> None:
         os.register_at_fork(after_in_child=function)
 
 
-def generation() -> int:
+def fork_count() -> int:
     """Return the number of forks between the first process and this process.
 
     If an object stores this number in its constructor, it can later see whether a forked child has inherited it.
     """
-    return _generation
+    return _fork_count
 
 
 def is_fork_of_rank() -> bool:
@@ -94,9 +94,9 @@ def _before() -> None:
 
 
 def _in_fork() -> None:
-    global _generation, _is_of_rank, _lock
+    global _fork_count, _is_of_rank, _lock
     _lock = threading.RLock()  # another thread of the parent may have held the old lock at the fork
-    _generation += 1
+    _fork_count += 1
     _is_of_rank = _is_of_rank or len(_inherited) > 0
     _each(list(_inherited), lambda thing: thing.in_fork())
     _inherited.clear()

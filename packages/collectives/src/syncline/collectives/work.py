@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from .engine.cancel_scope import seconds
 from .errors import CollectiveTimeout, TransportError
-from .forks import generation, not_the_rank
+from .forks import fork_count, not_the_rank
 
 if TYPE_CHECKING:
     AnyFuture: TypeAlias = torch.futures.Future[Any]
@@ -46,13 +46,13 @@ class GroupFuture(AnyFuture):
     def __init__(self, devices: Devices) -> None:
         super().__init__(devices=devices)
         self._devices = devices
-        self._generation = generation()
+        self._fork_count = fork_count()
 
     @override
     def wait(self) -> Any:
         if not self.done():
             # In a fork no thread finishes the future, so waiting would never end. See Note [Forks] in `forks`.
-            if self._generation != generation():
+            if self._fork_count != fork_count():
                 raise not_the_rank("wait", "a future of a collective")
             _prepare_to_block(self.done)
         return super().wait()

@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from ..errors import CollectiveTimeout, SynclineError, TransportError
-from ..forks import generation, not_the_rank
+from ..forks import fork_count, not_the_rank
 from ..tensors.layout import untracked
 from ..work import PendingWork, TensorsFuture, Work
 from .cancel_scope import CancelScope, seconds, start_thread
@@ -48,7 +48,7 @@ class TransferWork(Work):
         self._ask = ask
         self._explain = explain
         self._driving = threading.RLock()  # only a thread that holds an RLock can release it: see `release_if_held`
-        self._generation = generation()
+        self._fork_count = fork_count()
         self._outcome = PendingWork(tensors, describe)
         self._starting = threading.Lock()  # held while a thread starts, so that only one thread starts
         self._thread: threading.Thread | None = None  # waits for the transfer, so that its future is completed
@@ -57,7 +57,7 @@ class TransferWork(Work):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         if not self._outcome.is_completed():
             # A forked child has the object but not the library's connections, so it must not wait.
-            if self._generation != generation():
+            if self._fork_count != fork_count():
                 raise not_the_rank("wait", self._describe())
             self._drive_within(seconds(timeout, self._timeout_s))
         return self._outcome.wait()
@@ -65,7 +65,7 @@ class TransferWork(Work):
     def is_completed(self) -> bool:
         """Whether the transfer has ended, with or without an error. False if the library cannot tell this without waiting."""
         # In a forked child, nobody drives the request.
-        if self._generation != generation():
+        if self._fork_count != fork_count():
             return self._outcome.is_completed()
         try:
             is_free = self._driving.acquire(blocking=False)

@@ -60,7 +60,7 @@ from .gloo_reconnector import Connect, GlooReconnector, Job, admit_lack, store_l
 
 # A store may outlive a group (torchrun's store does), so the keys of each connection contain a new number. All ranks connect
 # the same number of times, so they use the same numbers.
-_generations = itertools.count()
+_connection_numbers = itertools.count()
 # Below this size, two collectives take longer than one collective with twice the bytes.
 _SCATTER_HALVES_FROM_BYTES = 64 * 1024
 # A waiting collective checks whether waiting is useless: first after _FIRST_LOOK_S, then less often, up to _LOOK_S apart.
@@ -434,7 +434,7 @@ def _connect_again(request: ConnectRequest, store: dist.Store, devices: Devices)
 
 
 def _numbered(store: dist.Store) -> dist.Store:
-    return dist.PrefixStore(f"syncline/{next(_generations)}", store)
+    return dist.PrefixStore(f"syncline/{next(_connection_numbers)}", store)
 
 
 @atexit.register

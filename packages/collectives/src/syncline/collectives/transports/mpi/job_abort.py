@@ -40,7 +40,7 @@ from typing_extensions import override
 
 from ...engine.queue import all_idle
 from ...errors import RankLostError, SynclineError
-from ...forks import Inherited, generation, tell_in_forks
+from ...forks import Inherited, fork_count, tell_in_forks
 from ...health.exit_status import exit_status, watch_exit_status
 from ...health.leaving import Leavers
 from ...health.liveness import Liveness, own_identity, rank_here
@@ -71,12 +71,12 @@ def abort_on_uncaught() -> None:
         sys.excepthook = _on_uncaught
 
 
-_generation = generation()  # differs in a forked child, which has no MPI
+_own_fork_count = fork_count()  # the count differs in a forked child, which has no MPI
 _previous_hook: list[Callable[[type[BaseException], BaseException, TracebackType | None], object]] = []
 
 
 def _on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if is_interactive() or MPI.Is_finalized() or generation() != _generation:
+    if is_interactive() or MPI.Is_finalized() or fork_count() != _own_fork_count:
         _previous_hook[-1](kind, error, trace)
         return
     words = last_words(_who(), "failed and ends the job", error, trace)

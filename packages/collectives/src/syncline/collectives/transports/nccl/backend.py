@@ -18,7 +18,7 @@ from .group import NcclGroup
 from .rendezvous import GroupRendezvous, Rendezvous, StoreRendezvous
 
 # A store may outlive a group (torchrun's store does), so the keys of each connection contain a new number.
-_generations = itertools.count()
+_connection_numbers = itertools.count()
 
 
 class NcclBackend(Backend):
@@ -63,7 +63,7 @@ def _meeting(request: ConnectRequest) -> tuple[Rendezvous, int, int]:
         host = load_backend("mpi").connect(request)
         return GroupRendezvous(host, owned=True), host.rank, host.size
     store, rank, size = rendezvous(request)
-    return StoreRendezvous(dist.PrefixStore(f"syncline/nccl/{next(_generations)}", store)), rank, size
+    return StoreRendezvous(dist.PrefixStore(f"syncline/nccl/{next(_connection_numbers)}", store)), rank, size
 
 
 backend = NcclBackend()
