@@ -120,7 +120,7 @@ class Communicator:
     @classmethod
     def connect(cls, nccl: Any, unique_id: bytes, rank: int, size: int, stream: int) -> Communicator:
         """Connect with the other ranks that pass the same id. Block until all `size` ranks have come."""
-        with mapped(nccl, "ncclCommInitRank"):
+        with nccl_errors(nccl, "ncclCommInitRank"):
             return cls(nccl, nccl.NcclCommunicator(size, unique_id, rank), rank, size, stream)
 
     def split(self, members: Sequence[int] | None, color: int | None, stream: int) -> Communicator | None:
@@ -130,7 +130,7 @@ class Communicator:
         members of a new communicator pass one `color`; other communicators have other colors. A rank that is in no new
         communicator passes None as `members` and `color`, and gets None.
         """
-        with mapped(self._nccl, "ncclCommSplit"):
+        with nccl_errors(self._nccl, "ncclCommSplit"):
             if members is None or color is None:  # a rank outside of all parts must call NCCL, too
                 self._raw.commSplit(_NO_COLOR, 0)
                 return None
@@ -182,7 +182,7 @@ class Communicator:
             self._call("recv", *self._wire(as_moved(tensor)), peer)
 
     def _call(self, name: str, *arguments: int) -> None:
-        with mapped(self._nccl, f"nccl{name[0].upper()}{name[1:]}"):
+        with nccl_errors(self._nccl, f"nccl{name[0].upper()}{name[1:]}"):
             getattr(self._raw, name)(*arguments, self._stream)
 
     @contextmanager
@@ -210,7 +210,7 @@ class Communicator:
 
     def check(self) -> None:
         """Raise a `TransportError` if NCCL has found an asynchronous error, such as the loss of a peer."""
-        with mapped(self._nccl, "an operation in flight"):
+        with nccl_errors(self._nccl, "an operation in flight"):
             self._raw.check_async_error()
 
     def abort(self) -> None:
@@ -232,13 +232,13 @@ class Communicator:
 
     def destroy(self) -> None:
         """Destroy the communicator. No operation may be in flight."""
-        with mapped(self._nccl, "ncclCommDestroy"):
+        with nccl_errors(self._nccl, "ncclCommDestroy"):
             self._raw.destroy()
 
 
 @contextmanager
 def _group(nccl: Any) -> Iterator[None]:
-    with mapped(nccl, "ncclGroupStart"):
+    with nccl_errors(nccl, "ncclGroupStart"):
         nccl.groupStart()
     try:
         yield
@@ -246,12 +246,12 @@ def _group(nccl: Any) -> Iterator[None]:
         with suppress(Exception):  # the first error is raised below, and says more
             nccl.groupEnd()  # without this, the thread would stay inside the group
         raise
-    with mapped(nccl, "ncclGroupEnd"):
+    with nccl_errors(nccl, "ncclGroupEnd"):
         nccl.groupEnd()
 
 
 @contextmanager
-def mapped(nccl: Any, what: str) -> Iterator[None]:
+def nccl_errors(nccl: Any, what: str) -> Iterator[None]:
     """Return a context manager that turns errors of NCCL into `TransportError`."""
     try:
         yield

@@ -19,7 +19,7 @@ from ...engine.cancel_scope import CancelScope, DetachedCall
 from ...engine.device import DeviceRuntime, Stream
 from ...errors import CollectiveTimeout, DisagreementError, InvalidArgumentError, MisuseError, TransportError
 from ...startup.nodes import host_identity
-from .communicator import Communicator, mapped, version_in_words
+from .communicator import Communicator, nccl_errors, version_in_words
 from .in_flight import FatalError, InFlight
 from .rendezvous import Payload, Rendezvous
 
@@ -93,7 +93,7 @@ class Connector:
             DisagreementError: NCCL cannot connect these ranks; for example, two ranks have chosen the same GPU.
             TransportError: a rank did not call this method in time, or NCCL failed.
         """
-        with mapped(self.nccl, "ncclGetVersion"):
+        with nccl_errors(self.nccl, "ncclGetVersion"):
             version = version_in_words(self.nccl)
         mine = peer_info(self.ranks[self.rank], self.runtime.pci_id(device), version)
         decision = self._agree(topic, [self.ranks[member] for member in members], mine, self._decide, scope)
@@ -117,7 +117,7 @@ class Connector:
         found = find_conflict(peers)
         if found is not None:
             return {"conflict": found}
-        with mapped(self.nccl, "ncclGetUniqueId"):
+        with nccl_errors(self.nccl, "ncclGetUniqueId"):
             return {"unique_id": bytes(self.nccl.get_unique_id()).hex()}
 
     def within(self, scope: CancelScope, device: torch.device, connect: Callable[[], T]) -> T:
