@@ -76,10 +76,10 @@ class Connection:
         """Whether the connection is still open."""
         return not self._events.poll(0, zmq.POLLIN)
 
-    def exchange(self, table: bytes, message: bytes, scope: CancelScope) -> tuple[bytes, bytes]:
+    def exchange(self, table_id: bytes, message: bytes, scope: CancelScope) -> tuple[bytes, bytes]:
         """Send a request, and wait for the answer. Return the id of the server's table, and the answer.
 
-        `table` is the id of the table that the client has used so far; empty before the first answer. A server with another
+        `table_id` is the id of the table that the client has used so far; empty before the first answer. A server with another
         table refuses the request.
 
         After an error, close the connection. Otherwise a late answer could be taken for the answer to the next request.
@@ -88,7 +88,7 @@ class Connection:
             OSError: the connection broke (ConnectionError), or the time limit was reached (TimeoutError).
         """
         try:
-            self._socket.send_multipart([table, *split(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([table_id, *split(message)], zmq.NOBLOCK)
         except zmq.Again:
             raise ConnectionResetError("the server hung up") from None
         ready = dict(self._poller.poll(_left_ms(scope)))

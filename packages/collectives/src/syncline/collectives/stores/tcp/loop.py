@@ -94,8 +94,8 @@ class ServerLoop:
         self._zap_socket.send_multipart([version, number, *verdict, b"", b""])
 
     def _serve(self) -> None:
-        client, table, *parts = self._client_socket.recv_multipart()
-        if table not in (b"", self._table_id):  # the client has used the table of an earlier server at this address
+        client, table_id, *parts = self._client_socket.recv_multipart()
+        if table_id not in (b"", self._table_id):  # the client has used the table of an earlier server at this address
             self._answer([(client, pack(Status.OTHER_TABLE))])
             return
         message = b"".join(parts)

@@ -108,7 +108,7 @@ class TCPStore(ServedStore):
         scope = CancelScope(timeout_s)
         connection = self._take(scope)
         try:
-            table, answer = connection.exchange(self._table_id, message, scope)
+            table_id, answer = connection.exchange(self._table_id, message, scope)
         except OSError as error:
             connection.close()
             raise self._broken(error, timeout_s) from error
@@ -116,9 +116,9 @@ class TCPStore(ServedStore):
             connection.close()
             raise
         self._keep_idle(connection)
-        return self._checked(table, *unpack(answer))
+        return self._checked(table_id, *unpack(answer))
 
-    def _checked(self, table: bytes, status: int, fields: list[bytes]) -> tuple[int, list[bytes]]:
+    def _checked(self, table_id: bytes, status: int, fields: list[bytes]) -> tuple[int, list[bytes]]:
         if status == Status.OTHER_TABLE:
             raise StoreError(
                 f"{self.describe()}: another server listens there than before, and does not have what was stored; the process "
@@ -127,7 +127,7 @@ class TCPStore(ServedStore):
         if status == Status.REFUSED:
             raise InvalidArgumentError(f"{self.describe()}: {fields[0].decode()}")
         # From the first answer on, another server at this address is recognised by its table.
-        self._table_id = table
+        self._table_id = table_id
         return status, fields
 
     def _broken(self, error: Exception, timeout_s: float) -> StoreError:
