@@ -281,7 +281,7 @@ def test_ranks_agree_on_the_name_of_the_run() -> None:
     def body(host: ProcessGroup) -> None:
         reporter = started(store, host, reproducible=False).reporter
         assert reporter is not None
-        names.add(reporter.job)
+        names.add(reporter.run_name)
 
     run_ranks(3, body)
     assert len(names) == 1

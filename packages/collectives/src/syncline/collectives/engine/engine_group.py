@@ -120,7 +120,7 @@ class EngineGroup(ProcessGroup, Inherited):
         reporter = Reporter(agreement.on_start(options, CancelScope(self.timeout_s)), self.rank, self.size)
         self.report_to(reporter)
         report_on_signal(reporter)
-        note_run(reporter.job, self.rank, self.size)
+        note_run(reporter.run_name, self.rank, self.size)
 
     @override
     def exchange_texts(self, text: str) -> list[str]:

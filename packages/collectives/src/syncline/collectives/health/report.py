@@ -234,7 +234,7 @@ class Reporter:
     A file has the last 256 calls of at most 32 groups: about 3 MB. A process writes at most 16 files.
 
     Args:
-        job: the name of the run, which is the same on all ranks.
+        run_name: the name of the run, which is the same on all ranks.
         rank: the rank in the job.
         size: the number of ranks in the job.
         folder: a folder, in which the reporter makes a folder for the run. "": no reports. None: use `report_folder()`.
@@ -243,8 +243,8 @@ class Reporter:
         latest_s: when this process began to write its latest report, on the monotonic clock; minus infinity if it wrote none.
     """
 
-    def __init__(self, job: str, rank: int, size: int, folder: str | None = None) -> None:
-        self.job = job
+    def __init__(self, run_name: str, rank: int, size: int, folder: str | None = None) -> None:
+        self.run_name = run_name
         self.rank = rank
         self.size = size
         self._folder = folder
@@ -272,7 +272,7 @@ class Reporter:
         # A program that fails again and again must not fill the disk.
         if number > _MOST_REPORTS:
             return None
-        folder = Path(base).absolute() / f"syncline-report-{self.job}"
+        folder = Path(base).absolute() / f"syncline-report-{self.run_name}"
         try:
             text = json.dumps(self._content(reason))
             folder.mkdir(parents=True, exist_ok=True)
