@@ -416,19 +416,19 @@ class NodePlan(Plan):
     """Runs the calls of one signature, for ranks that may share memory.
 
     [1] The ranks compare the call and the places of their tensors. This step is left out if no tensor can be in a window, and
-        `algorithm` needs no comparison before it (see `Algorithm.compares`). For example, `Eager.run` compares the call itself.
+        `outside` needs no comparison before it (see `Algorithm.compares`). For example, `Eager.run` compares the call itself.
     [2] If all tensors are at the same place of a window, `in_window` moves the data.
-    [3] Otherwise `algorithm` moves the data. If its shared memory cannot be made, `by_mpi` replaces it for ever.
+    [3] Otherwise `outside` moves the data. If its shared memory cannot be made, `by_mpi` replaces it for ever.
 
     Without `in_window`, the ranks do not compare places.
     """
 
-    def __init__(self, node: Node, algorithm: Algorithm, by_mpi: Algorithm, in_window: WindowAlgorithm | None = None) -> None:
+    def __init__(self, node: Node, outside: Algorithm, by_mpi: Algorithm, in_window: WindowAlgorithm | None = None) -> None:
         self._node = node
-        self._algorithm = algorithm
+        self._outside = outside
         self._by_mpi = by_mpi
         self._in_window = in_window
-        self._latest = algorithm.name
+        self._latest = outside.name
 
     @property
     def algorithm(self) -> str:
@@ -438,7 +438,7 @@ class NodePlan(Plan):
     def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:
         """As `Plan.run`."""
         assert whole is not None
-        node, algorithm = self._node, self._algorithm
+        node, algorithm = self._node, self._outside
         # Until `allocate` has made a window, no tensor can be in a window, so the ranks need not compare places.
         looks = self._in_window is not None and node.memory.has_windows
         is_compared = looks or algorithm.compares
@@ -453,7 +453,7 @@ class NodePlan(Plan):
         # Call `is_ready` only here: if all tensors are in windows, the memory of the other algorithms is never made.
         if not algorithm.is_ready(call):
             logger.debug("no shared memory for %s (%s): %s from now on", call.signature.name, algorithm.name, self._by_mpi.name)
-            algorithm = self._algorithm = self._by_mpi
+            algorithm = self._outside = self._by_mpi
             # If the algorithm would have compared the call itself, compare it now: MPI's collective does not.
             if algorithm.compares and not is_compared:
                 node.sync(call).compare(call)
