@@ -116,8 +116,8 @@ class CopyInCopyOut(Algorithm):
         self._steps: dict[tuple[int, int], _Step] = {}
         self._chunks: list[tuple[int, int]] = []
 
-    def is_ready(self, call: Call) -> bool:
-        """Whether the group has a staging area. The first call makes the staging area."""
+    def prepare(self, call: Call) -> bool:
+        """Make the group's staging area, at the first call. Return whether the group has a staging area."""
         if self._segment is None:
             segment = self._segment = self._staging.segment(call)
             if segment is not None:

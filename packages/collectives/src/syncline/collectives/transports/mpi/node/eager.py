@@ -42,8 +42,8 @@ class Eager(Algorithm):
         self._sync: SharedSync | None = None
         self._by_parity: list[tuple[memoryview | None, _Read]] = []
 
-    def is_ready(self, call: Call) -> bool:
-        """Whether the group has a barrier in shared memory. The first call makes the barrier."""
+    def prepare(self, call: Call) -> bool:
+        """Make the group's barrier in shared memory, at the first call. Return whether the group has this barrier."""
         if self._sync is None:
             self._sync = self._node.shared_sync(call)
             if self._sync is not None:

@@ -109,8 +109,8 @@ class Hierarchical(Algorithm):
         self._node = node
         self._reduction = reduction
 
-    def is_ready(self, call: Call) -> bool:
-        """Whether the ranks could make a stage (shared memory through which tensors pass). The first call makes the stage."""
+    def prepare(self, call: Call) -> bool:
+        """Make the stage (shared memory through which tensors pass), at the first call. Return whether there is a stage."""
         return self._reduction.stage(call) is not None
 
     def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:

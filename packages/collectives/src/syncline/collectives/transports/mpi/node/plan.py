@@ -374,8 +374,8 @@ class Algorithm(ABC):
     name: str
     compares = True
 
-    def is_ready(self, call: Call) -> bool:
-        """Whether the algorithm has the shared memory that it needs. The first call makes this memory.
+    def prepare(self, call: Call) -> bool:
+        """Make the shared memory that the algorithm needs, at the first call. Return whether the algorithm has this memory.
 
         All ranks call this method together, and get the same answer.
         """
@@ -450,8 +450,8 @@ class NodePlan(Plan):
                 self._latest = self._in_window.name
                 self._in_window.run(place_key, part, call)  # [2]
                 return
-        # Call `is_ready` only here: if all tensors are in windows, the memory of the other algorithms is never made.
-        if not algorithm.is_ready(call):
+        # Call `prepare` only here: if all tensors are in windows, the memory of the other algorithms is never made.
+        if not algorithm.prepare(call):
             logger.debug("no shared memory for %s (%s): %s from now on", call.signature.name, algorithm.name, self._by_mpi.name)
             algorithm = self._outside = self._by_mpi
             # If the algorithm would have compared the call itself, compare it now: MPI's collective does not.
