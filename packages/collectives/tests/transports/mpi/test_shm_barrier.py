@@ -54,7 +54,7 @@ def test_nobody_sees_anything_but_the_same_arrival(size: int) -> None:
     def body(barrier: ShmBarrier) -> int:
         chance = random.Random(barrier.mine)
         for repetition in range(1000):
-            slots = barrier.slots((barrier.arrivals + 1) & 1, 4 + repetition % 3, torch.int64)
+            slots = barrier.slots(barrier.next_parity, 4 + repetition % 3, torch.int64)
             slots[barrier.mine].fill_(repetition * size + barrier.mine)
             _delay(chance)
             barrier.arrive(CancelScope(30))
@@ -165,8 +165,8 @@ def test_views_serve_inside_and_outside_of_inference_mode() -> None:
     barrier = ShmBarrier(Segment(file, 1, PART_BYTES, 0), SLOT_BYTES, lambda: None, FENCE)
     os.close(file)
     with torch.inference_mode():
-        barrier.slots((barrier.arrivals + 1) & 1, 3, torch.float32)[0].fill_(1.0)
-    barrier.slots((barrier.arrivals + 1) & 1, 3, torch.float32)[0].fill_(2.0)
+        barrier.slots(barrier.next_parity, 3, torch.float32)[0].fill_(1.0)
+    barrier.slots(barrier.next_parity, 3, torch.float32)[0].fill_(2.0)
 
 
 def test_a_slot_ends_before_the_next_begins() -> None:

@@ -55,7 +55,7 @@ class Eager(Algorithm):
         sync = self._sync
         assert sync is not None
         # Use the slot of the next arrival, which is in `compare` below.
-        slot, read = self._by_parity[(sync.barrier.arrivals + 1) & 1]
+        slot, read = self._by_parity[sync.barrier.next_parity]
         # In a broadcast, only the root writes to its slot.
         if slot is not None:
             slot[:] = _memory_at((part if self._shows_part else whole).data_ptr(), self._shown_bytes)

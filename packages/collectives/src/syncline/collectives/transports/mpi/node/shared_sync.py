@@ -103,6 +103,11 @@ class ShmBarrier:
         self._complete = 0  # the latest arrival for which this rank has seen all others
         self._has_given_up = False
 
+    @property
+    def next_parity(self) -> int:
+        """The parity of this rank's next arrival."""
+        return (self.arrivals + 1) & 1
+
     def slots(self, parity: int, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> list[torch.Tensor]:
         """Return, for each rank, a flat tensor of `numel` elements in its eager slot `parity`. `numel` is at least 1.
 
