@@ -17,9 +17,9 @@ from .shared_sync import SharedSync, ShmBarrier
 # Memory at an address, with a number of bytes. For few bytes, copying by slices takes a third of the time of ctypes' memmove.
 _memory_at: Callable[[int, int], Any] = MPI.buffer.fromaddress
 
-#: A function that reads the slots of all ranks. It writes the result to one of its two arguments, `part` and `whole` of
-#: `Plan.run`.
-_Read = Callable[[torch.Tensor, torch.Tensor], None]
+#: A function that finishes a call: it reads the slots of all ranks, reduces them if the call is a reduction, and writes the
+#: result to one of its two arguments, `part` and `whole` of `Plan.run`.
+_Finish = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class Eager(Algorithm):
@@ -40,7 +40,7 @@ class Eager(Algorithm):
         self._shown_bytes = size.shown
         self._shows_part = operation is Operation.ALL_GATHER
         self._sync: SharedSync | None = None
-        self._by_parity: list[tuple[memoryview | None, _Read]] = []
+        self._by_parity: list[tuple[memoryview | None, _Finish]] = []
 
     def prepare(self, call: Call) -> bool:
         """Make the group's barrier in shared memory, at the first call. Return whether the group has this barrier."""
@@ -51,19 +51,19 @@ class Eager(Algorithm):
         return self._sync is not None
 
     def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
-        """Write this rank's slot, compare the call, then read the slots of all ranks."""
+        """Write this rank's slot, compare the call, then make the result from the slots of all ranks."""
         sync = self._sync
         assert sync is not None
         # Use the slot of the next arrival, which is in `compare` below.
-        slot, read = self._by_parity[sync.barrier.next_parity]
+        slot, finish = self._by_parity[sync.barrier.next_parity]
         # In a broadcast, only the root writes to its slot.
         if slot is not None:
             slot[:] = _memory_at((part if self._shows_part else whole).data_ptr(), self._shown_bytes)
         sync.compare(call)  # even if `NodePlan` has compared the call already
-        read(part, whole)
+        finish(part, whole)
 
-    def _laid_out(self, barrier: ShmBarrier, parity: int) -> tuple[memoryview | None, _Read]:
-        """Return this rank's slot (None if no rank reads it), and the function that reads the slots."""
+    def _laid_out(self, barrier: ShmBarrier, parity: int) -> tuple[memoryview | None, _Finish]:
+        """Return this rank's slot (None if no rank reads it), and the function that finishes a call."""
         signature, mine = self._signature, barrier.mine
         slots = [
             memoryview(_memory_at(slot.data_ptr(), slot.nbytes))
@@ -80,29 +80,29 @@ class Eager(Algorithm):
         return slots[mine], _reduce(reducer_of(terms, signature.reduction, signature.element_dtype))
 
 
-def _reduce(reduce: Callable[..., object]) -> _Read:
-    def read(part: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - the content of `whole` is in a slot
+def _reduce(reduce: Callable[..., object]) -> _Finish:
+    def finish(part: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - the content of `whole` is in a slot
         reduce(out=flat(part))
 
-    return read
+    return finish
 
 
 def _nothing(part: torch.Tensor, whole: torch.Tensor) -> None:
     """Do nothing, because the root of a broadcast keeps its tensor."""
 
 
-def _copy(slot: memoryview) -> _Read:
-    def read(part: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - in a broadcast, both are one tensor
+def _copy(slot: memoryview) -> _Finish:
+    def finish(part: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - in a broadcast, both are one tensor
         _memory_at(part.data_ptr(), slot.nbytes)[:] = slot
 
-    return read
+    return finish
 
 
-def _gather(slots: list[memoryview]) -> _Read:
-    def read(part: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - the content of `part` is in a slot
+def _gather(slots: list[memoryview]) -> _Finish:
+    def finish(part: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - the content of `part` is in a slot
         address = whole.data_ptr()
         for slot in slots:
             _memory_at(address, slot.nbytes)[:] = slot
             address += slot.nbytes
 
-    return read
+    return finish
