@@ -37,8 +37,8 @@ class Eager(Algorithm):
         self._node = node
         self._signature = signature
         self._operation = operation
-        self._shown_bytes = size.shown
-        self._shows_part = operation is Operation.ALL_GATHER
+        self._in_slot_bytes = size.in_slot
+        self._slot_holds_part = operation is Operation.ALL_GATHER
         self._sync: SharedSync | None = None
         self._by_parity: list[tuple[memoryview | None, _Finish]] = []
 
@@ -58,7 +58,7 @@ class Eager(Algorithm):
         slot, finish = self._by_parity[sync.barrier.next_parity]
         # In a broadcast, only the root writes to its slot.
         if slot is not None:
-            slot[:] = _memory_at((part if self._shows_part else whole).data_ptr(), self._shown_bytes)
+            slot[:] = _memory_at((part if self._slot_holds_part else whole).data_ptr(), self._in_slot_bytes)
         sync.compare(call)  # even if `NodePlan` has compared the call already
         finish(part, whole)
 
@@ -67,7 +67,7 @@ class Eager(Algorithm):
         signature, mine = self._signature, barrier.mine
         slots = [
             memoryview(_memory_at(slot.data_ptr(), slot.nbytes))
-            for slot in barrier.slots(parity, self._shown_bytes, torch.uint8)
+            for slot in barrier.slots(parity, self._in_slot_bytes, torch.uint8)
         ]
         if self._operation is Operation.BROADCAST:
             root = signature.root_rank

@@ -72,11 +72,11 @@ class Size(NamedTuple):
 
     Attributes:
         whole: the size of the call's larger tensor, for example of the output of an all-gather.
-        shown: the size of the data that other ranks read from a rank.
+        in_slot: the size of the data that a rank writes to its slot in the eager algorithm.
     """
 
     whole: int
-    shown: int
+    in_slot: int
 
 
 def size_of(operation: Operation, part_bytes: int, ranks: int) -> Size:
@@ -104,7 +104,7 @@ def choose(
         is_gain = operation is Operation.ALL_REDUCE and not is_native and capabilities.least_ranks_of_node > 1
         return Choice.HIERARCHICAL if is_staged and is_gain and not capabilities.reproducible else Choice.MPI
     # If the data fits in a slot, the eager algorithm, with its single barrier, is cheaper than any other algorithm.
-    if size.shown <= slot_bytes(capabilities, thresholds):
+    if size.in_slot <= slot_bytes(capabilities, thresholds):
         return Choice.EAGER
     return Choice.COPY_IN_COPY_OUT if is_staged else Choice.MPI
 
