@@ -56,7 +56,7 @@ def wait_for(seconds: float, clock: Clock, longest_nap_s: float, **options: Any)
     scope, patience = CancelScope(seconds), Patience(longest_nap_s, **options)
     for _ in range(1_000_000):
         try:
-            if patience.rest():
+            if patience.rest_then_is_check_due():
                 scope.check("nobody came")
         except TimeoutError as error:
             assert str(error) == "nobody came"  # noqa: PT017 - it is the one that ends the loop

@@ -132,7 +132,7 @@ def wait(
             return
     patience = Patience(longest_nap_s, naps_at_once=naps_at_once)
     while not request.Test(status):
-        if patience.rest():
+        if patience.rest_then_is_check_due():
             scope.check("MPI does not say which ranks do not take part")
 
 

@@ -55,14 +55,14 @@ class Patience:
         self._nap_s = 0.0
         self._choose_nap(0.0)
 
-    def rest(self) -> bool:
-        """Rest before the next check of the wait. Return whether the caller must now check the call's time limit."""
+    def rest_then_is_check_due(self) -> bool:
+        """Rest before the next look at the wait. Return whether the caller must now check the call's `CancelScope`."""
         if self._nap_s:
             time.sleep(self._nap_s)
         else:
             yield_cpu()
             self._looks += 1
-            # To check the time limit after each rest would slow down short waits.
+            # To check the scope after each rest would slow down short waits.
             if self._looks % _LOOKS_BETWEEN_CLOCKS:
                 return False
         self._choose_nap(time.monotonic() - self._began_s)

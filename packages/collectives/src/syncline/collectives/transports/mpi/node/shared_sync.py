@@ -189,7 +189,7 @@ class ShmBarrier:
                 index = self._lines[arrival & 1][1].index(line)
                 raise GaveUpError(index + (index >= self.mine))
             self._progress()
-            if patience.rest():
+            if patience.rest_then_is_check_due():
                 scope.check("rank(s) of this node did not come")
 
 
