@@ -334,6 +334,8 @@ def _wait(work: Work, scope: CancelScope) -> None:
             scope.check("Gloo does not say which ranks do not take part")
             slice_s = min(1.2 * slice_s, _LOOK_S)
     except CollectiveTimeout as error:
+        # A transport raises Python's `TimeoutError`. From this error, `FailureWords` (`engine.failure`) makes the group's
+        # error, with the call, the rank and the group's time limit.
         raise TimeoutError(str(error)) from error
 
 
