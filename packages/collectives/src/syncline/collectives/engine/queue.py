@@ -33,9 +33,10 @@ _IN_CALLBACK = sys.maxsize
 
 
 class Queue:
-    """Runs tasks in the order of issue, one at a time.
+    """Runs tasks one at a time, in the order of issue.
 
-    The caller's thread runs a task if no other task is in flight. Otherwise the queue's thread, a daemon, runs the task.
+    On the host, the caller's thread runs a task if no other task is in flight. Otherwise the queue's thread, a daemon, runs the
+    task. Over NCCL, the caller's thread always waits for its turn, and runs the task itself (`run_in_turn`).
 
     Note [One total order]
     ~~~~~~~~~~~~~~~~~~~~~~
@@ -51,6 +52,10 @@ class Queue:
     5. If a thread outside of callbacks waits for a task while the turn is free, this thread runs the queue up to this task
        (`help`), because waking another thread takes longer than a small collective. Callbacks may want a lock that the waiting
        thread holds. So the thread hands them over to the queue's thread (`hand_over`), which runs them before all queued tasks.
+    6. Over NCCL, tasks are usually short: they put work on a stream. So nothing is queued, and each thread waits until it gets
+       the turn (`run_in_turn`). Threads that wait at the same time may get the turn in any order. Callbacks run after the turn:
+       see Note [Order over NCCL] in `transports.nccl.group`. A queue is used in this way only, or in the other ways only,
+       because `run_in_turn` does not look at queued tasks.
 
     Every rank must issue the same calls from its main thread, and attach the same callbacks to each call before the next call.
     Then the order is the same on every rank.
