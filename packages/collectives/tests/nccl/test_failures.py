@@ -153,7 +153,7 @@ def test_tensors_on_two_gpus() -> None:
         group._device_of(signature, pair)  # type: ignore[arg-type]
     connections = group._connections
     connections._device = torch.device("cuda", 0)
-    for connected in (connections.connection_of_all, partial(connections.with_peer, 1)):
+    for connected in (connections.link_of_all_ranks, partial(connections.with_peer, 1)):
         with pytest.raises(InvalidArgumentError, match=r"the group serves cuda:0, the GPU of its first call, found .* cuda:1"):
             connected(signature, torch.device("cuda", 1))
 

@@ -141,7 +141,7 @@ class Connections:
         place: Callable[[], str],
         timeout_s: Callable[[], float],
         in_flight: InFlight,
-        of_all: StreamCommunicator | None,
+        of_all_ranks: StreamCommunicator | None,
     ) -> None:
         self._connector = connector
         self._place = place
@@ -149,8 +149,8 @@ class Connections:
         self._in_flight = in_flight
         self._made: list[StreamCommunicator] = []
         self._pairs: dict[int, Pair] = {}
-        self._device = None if of_all is None else of_all.stream.device
-        self._of_all = None if of_all is None else self._adopt(of_all)
+        self._device = None if of_all_ranks is None else of_all_ranks.stream.device
+        self._of_all_ranks = None if of_all_ranks is None else self._adopt(of_all_ranks)
         self._was_captured = False
 
     @property
@@ -162,22 +162,22 @@ class Connections:
         """Return a context manager for threads that work for the group; see `DeviceRuntime.background`."""
         return self._connector.runtime.background(self.device)
 
-    def connection_of_all(self, signature: Signature, device: torch.device) -> StreamCommunicator:
+    def link_of_all_ranks(self, signature: Signature, device: torch.device) -> StreamCommunicator:
         """Return the communicator of all ranks, for a call with this signature. The first call connects the ranks.
 
         Raises:
             FatalError: NCCL could not connect the ranks.
         """
-        if self._of_all is None:
+        if self._of_all_ranks is None:
             # Check before `_fatal`: a misuse on this rank leaves the group usable.
             self._refuse_capture(signature)
             self._serve(signature, device)
             with _fatal():
-                self._of_all = self._adopt(
+                self._of_all_ranks = self._adopt(
                     self._connector.connect("all", range(len(self._connector.ranks)), device, self._scope())
                 )
         self._serve(signature, device)
-        return self._of_all
+        return self._of_all_ranks
 
     def with_peer(self, peer: int, signature: Signature, device: torch.device) -> Pair:
         """Return the `Pair` of this rank and another rank. The two ranks may not be connected yet."""
@@ -202,13 +202,13 @@ class Connections:
             FatalError: NCCL could not make the communicator.
         """
         self._refuse_capture(Signature("split"))
-        if self._of_all is None:
+        if self._of_all_ranks is None:
             return None
         with _fatal():
             # No operation may be in flight during ncclCommSplit; see `Communicator.split`.
             if not self._in_flight.drain(scope.remaining_s()):
                 raise TransportError(f"split on {self._place()}: what was in flight did not finish in {scope.timeout_s:g} s")
-            return self._connector.split(self._of_all, members, color, scope)
+            return self._connector.split(self._of_all_ranks, members, color, scope)
 
     def note_capture(self) -> None:
         """Note that a CUDA graph now uses a communicator."""
@@ -242,9 +242,9 @@ class Connections:
         low, high = sorted((self._connector.rank, peer))
         scope, made = self._scope(), {}
         for direction in ((low, high), (high, low)):
-            connected = self._connector.connect("{} to {}".format(*direction), direction, device, scope)
-            made[direction] = self._adopt(connected)
-            self._connector.within(scope, device, partial(_send_a_byte, connected))
+            link = self._connector.connect("{} to {}".format(*direction), direction, device, scope)
+            made[direction] = self._adopt(link)
+            self._connector.within(scope, device, partial(_send_a_byte, link))
         return made
 
     def _adopt(self, made: StreamCommunicator) -> StreamCommunicator:
@@ -292,8 +292,8 @@ def _fatal() -> Iterator[None]:
         raise FatalError(error) from error
 
 
-def _send_a_byte(connected: StreamCommunicator) -> None:
-    device, communicator = connected.stream.device, connected.communicator
+def _send_a_byte(link: StreamCommunicator) -> None:
+    device, communicator = link.stream.device, link.communicator
 
     def body() -> None:
         byte = torch.empty(1, dtype=torch.uint8, device=device)  # not filled: the kernel that fills it might wait for the GPU
@@ -304,7 +304,7 @@ def _send_a_byte(connected: StreamCommunicator) -> None:
 
     # Do not wait for the program's stream: it may hold a wait for a later collective by now. The other rank may begin that
     # collective only after the transfer for which this rank connects.
-    connected.stream.run(body, None)
+    link.stream.run(body, None)
 
 
 Task: TypeAlias = Callable[[StreamCommunicator], None]

@@ -98,7 +98,7 @@ class NcclGroup(EngineGroup):
     Calls in a CUDA graph are compared at the capture, and not at a replay.
 
     Args:
-        of_all: the communicator of all ranks of this group, if the group was split from another group.
+        of_all_ranks: the communicator of all ranks of this group, if the group was split from another group.
         reproducible: whether to reduce in rank order if the result depends on the order.
         check_calls: whether the ranks compare each collective before it is issued.
         owns_rendezvous: whether the group owns its rendezvous; False for a part of another group.
@@ -110,7 +110,7 @@ class NcclGroup(EngineGroup):
         *,
         timeout_s: float,
         ranks: Sequence[int] | None = None,
-        of_all: StreamCommunicator | None = None,
+        of_all_ranks: StreamCommunicator | None = None,
         reproducible: bool = False,
         check_calls: bool = False,
         owns_rendezvous: bool = True,
@@ -140,7 +140,7 @@ class NcclGroup(EngineGroup):
             tell=lambda error: rendezvous.announce(self.name, f"{self.place()} failed: {error}"),
             hear=lambda: rendezvous.announced(self.name, connector.ranks),
         )
-        self._connections = Connections(connector, self.place, lambda: self.timeout_s, self._in_flight, of_all)
+        self._connections = Connections(connector, self.place, lambda: self.timeout_s, self._in_flight, of_all_ranks)
         self._batch: Batch | None = None
         self._comparing = Queue(f"syncline-nccl-calls-{self.name}-rank{self.rank}")
         weakref.finalize(self, self._comparing.drop).atexit = False
@@ -226,7 +226,7 @@ class NcclGroup(EngineGroup):
         self._check_usable(call.signature)
         if self._checks_calls:
             self._check_same_call(call)
-        connected = self._connections.connection_of_all(call.signature, device)
+        link = self._connections.link_of_all_ranks(call.signature, device)
         plan = self._plans.get(call.signature) or self._make_plan(call.signature)
         assert isinstance(plan, NcclPlan)
         batch = self._batch
@@ -235,18 +235,16 @@ class NcclGroup(EngineGroup):
             return self._add_to(batch, plan, call, device, async_op), False
         self._take_number(call)
         work = self._new_work(call, [call], list(call.writes), device)
-        self._put_on_stream(connected, work, [PlannedCall.of(plan, call)], self._runtime.now(device))
+        self._put_on_stream(link, work, [PlannedCall.of(plan, call)], self._runtime.now(device))
         return work, True
 
     @override
     def _new_plan(self, signature: Signature) -> NcclPlan:
         device = self._connections.device
-        connected = self._connections.connection_of_all(signature, device)
-        return NcclPlan(connected.communicator, signature, device, reproducible=self._reproducible)
+        link = self._connections.link_of_all_ranks(signature, device)
+        return NcclPlan(link.communicator, signature, device, reproducible=self._reproducible)
 
-    def _put_on_stream(
-        self, connected: StreamCommunicator, work: StreamWork, calls: Sequence[PlannedCall], after: Event
-    ) -> None:
+    def _put_on_stream(self, link: StreamCommunicator, work: StreamWork, calls: Sequence[PlannedCall], after: Event) -> None:
         """Put calls on a stream, to start after the event `after`. The caller must call `work.settle` afterwards.
 
         Raises:
@@ -261,7 +259,7 @@ class NcclGroup(EngineGroup):
 
         def body() -> None:
             with untracked() if tracked else nullcontext():
-                run_planned(connected.communicator, calls)
+                run_planned(link.communicator, calls)
 
         try:
             # The group may have failed since `_check_usable`. Its communicators are aborted then, so no call may reach them.
@@ -271,11 +269,11 @@ class NcclGroup(EngineGroup):
                 self._connections.note_capture()
             for planned in calls:
                 self._begin(planned.call)
-            with connected.lock:
-                event = connected.stream.run(body, after)
+            with link.lock:
+                event = link.stream.run(body, after)
         except BaseException as error:
             raise FatalError(_described(work, error)) from error
-        work.note_on_stream(connected.stream, event, captured=captured)
+        work.note_on_stream(link.stream, event, captured=captured)
 
     def _take_number(self, call: Call) -> None:
         call.number = next(self._numbers)
@@ -367,8 +365,8 @@ class NcclGroup(EngineGroup):
     def _put_batch(self, batch: Batch, work: StreamWork) -> None:
         signature = Signature("coalesced")
         self._check_usable(signature)
-        connected = self._connections.connection_of_all(signature, self._connections.device)
-        self._put_on_stream(connected, work, batch.calls, self._runtime.now(connected.stream.device))
+        link = self._connections.link_of_all_ranks(signature, self._connections.device)
+        self._put_on_stream(link, work, batch.calls, self._runtime.now(link.stream.device))
 
     # ---- two ranks ----
 
@@ -398,10 +396,10 @@ class NcclGroup(EngineGroup):
             self._in_flight.watch(work.launch)  # before the transfer is issued, because the peer may never connect
         after = self._runtime.now(device)
 
-        def task(connected: StreamCommunicator) -> None:
-            plan = NcclPlan(connected.communicator, call.signature, device)
+        def task(link: StreamCommunicator) -> None:
+            plan = NcclPlan(link.communicator, call.signature, device)
             with self._ending_the_group_if_fatal():
-                self._put_on_stream(connected, work, [PlannedCall.of(plan, call)], after)
+                self._put_on_stream(link, work, [PlannedCall.of(plan, call)], after)
             work.settle()
 
         pair.submit(direction, task)
@@ -422,11 +420,11 @@ class NcclGroup(EngineGroup):
         members = None if color is None else members_of(color, said["all"])
         with self._ending_the_group_if_fatal():
             self._check_usable(Signature("split"))
-            of_all = self._queue.run_in_turn(self._connections.split, members, color, scope)
+            of_all_ranks = self._queue.run_in_turn(self._connections.split, members, color, scope)
         # This rank gets no group, but all ranks must take part in NCCL's split.
         if members is None:
             return None
-        return self._part(self._connector.part(members, f"{self.name}/{number}.{color}"), members, timeout_s, of_all)
+        return self._part(self._connector.part(members, f"{self.name}/{number}.{color}"), members, timeout_s, of_all_ranks)
 
     def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:
         """All members call this. The group connects when it is first used."""
@@ -437,13 +435,13 @@ class NcclGroup(EngineGroup):
         return self._part(self._connector.part(members, topic), members, timeout_s)
 
     def _part(
-        self, connector: Connector, members: Sequence[int], timeout_s: float, of_all: StreamCommunicator | None = None
+        self, connector: Connector, members: Sequence[int], timeout_s: float, of_all_ranks: StreamCommunicator | None = None
     ) -> NcclGroup:
         made = type(self)(
             connector,
             timeout_s=timeout_s,
             ranks=[self.ranks[member] for member in members],
-            of_all=of_all,
+            of_all_ranks=of_all_ranks,
             reproducible=self._reproducible,
             check_calls=self._checks_calls,
             owns_rendezvous=False,
