@@ -323,9 +323,9 @@ class PendingWork(Work):
         if waiting is not None:
             waiting.set()
         if future is not None:
-            self._settle(future)
+            self._complete(future)
 
-    def _settle(self, future: TensorsFuture) -> None:
+    def _complete(self, future: TensorsFuture) -> None:
         if self._error is None:
             future.set_result(self._tensors)
         else:
@@ -372,7 +372,7 @@ class PendingWork(Work):
             future = self._future = self._new_future()
             already_done = self._is_done
         if already_done:  # `_finish` saw no future, so nobody else completes it
-            self._settle(future)
+            self._complete(future)
         return future
 
     def _new_future(self) -> TensorsFuture:

@@ -644,12 +644,12 @@ class GroupWork(PendingWork):
         future.was_waited_for = self._was_waited_for
         return future
 
-    def _settle(self, future: TensorsFuture) -> None:
+    def _complete(self, future: TensorsFuture) -> None:
         """Complete the future, which runs its callbacks. See point 5 of Note [One total order] in `queue`."""
         # If `help` does not run this call, or the queue has stopped, run the callbacks on this thread.
-        if not self._queue.hand_over(lambda: self._settle_here(future)):
-            self._settle_here(future)
+        if not self._queue.hand_over(lambda: self._complete_here(future)):
+            self._complete_here(future)
 
-    def _settle_here(self, future: TensorsFuture) -> None:
+    def _complete_here(self, future: TensorsFuture) -> None:
         with nullcontext() if self._order is None else self._order.resumed():
-            super()._settle(future)
+            super()._complete(future)
