@@ -94,6 +94,7 @@ class ServerLoop:
         self._zap_socket.send_multipart([version, number, *verdict, b"", b""])
 
     def _serve(self) -> None:
+        # ZeroMQ's ROUTER socket puts the client's id in front of the parts that `Connection.exchange` has sent.
         client, table_id, *parts = self._client_socket.recv_multipart()
         if table_id not in (b"", self._table_id):  # the client has used the table of an earlier server at this address
             self._answer([(client, pack(Status.OTHER_TABLE))])
