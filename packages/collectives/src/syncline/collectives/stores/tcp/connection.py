@@ -48,7 +48,7 @@ class Connection:
 
     def __init__(self, host: str, port: int, secret: bytes, scope: CancelScope) -> None:
         self._where = f"TCP store at {host}:{port}"
-        address = _reach(host, port, scope)
+        address = _probe(host, port, scope)
         try:
             self._make_sockets(secret)
         except zmq.ZMQError as error:  # for example, no file descriptor is left
@@ -143,27 +143,27 @@ def _context() -> zmq.Context[zmq.Socket[bytes]]:
     return _contexts[pid]
 
 
-def _reach(host: str, port: int, scope: CancelScope) -> str:
+def _probe(host: str, port: int, scope: CancelScope) -> str:
     """Return the address of `host` that accepts connections.
 
     Raises:
         ProtocolError: another program uses this port.
         OSError: no address accepts connections.
     """
-    # A plain socket, because ZeroMQ would not say why a connection fails.
-    with socket.create_connection((host, port), max(scope.remaining_s(), 1e-3)) as probe:
-        if probe.getsockname() == probe.getpeername():  # connected to itself: the system chose this port for our own end
+    # A plain connection, which is thrown away: ZeroMQ, which makes the real one, would not say why a connection fails.
+    with socket.create_connection((host, port), max(scope.remaining_s(), 1e-3)) as plain:
+        if plain.getsockname() == plain.getpeername():  # connected to itself: the system chose this port for our own end
             raise ConnectionRefusedError("connection refused")
-        probe.settimeout(min(GREETING_S, max(scope.remaining_s(), 1e-3)))
+        plain.settimeout(min(GREETING_S, max(scope.remaining_s(), 1e-3)))
         try:
-            first = probe.recv(1)
+            first = plain.recv(1)
         except TimeoutError:
             if scope.is_over():
                 raise TimeoutError("it took the connection and said nothing") from None
             raise ProtocolError(f"it says nothing for {GREETING_S:g} s") from None
         if first not in (_FIRST_BYTE, b""):  # an empty answer comes from a server that is about to end
             raise ProtocolError(f"it begins with {first!r}")
-        number, _ = socket.getnameinfo(probe.getpeername(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
+        number, _ = socket.getnameinfo(plain.getpeername(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
     return endpoint(number, port)
 
 
