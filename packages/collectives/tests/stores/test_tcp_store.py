@@ -181,7 +181,7 @@ def test_a_server_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("syncline.collectives.stores.tcp.store.GRACE_S", 0.05)
     with TCPStoreServer(secret=SECRET) as server:
         store = TCPStore(server.host, server.port, secret=SECRET)
-        monkeypatch.setattr("syncline.collectives.stores.tcp.loop.ServerLoop._answer", lambda self, replies: None)
+        monkeypatch.setattr("syncline.collectives.stores.tcp.loop.ServerLoop._send_answers", lambda self, replies: None)
         with pytest.raises(StoreTimeout, match="the server did not answer"):
             store.get("key", 0.05)
         store.close()

@@ -2,7 +2,7 @@
 
 The way of a request, from `set` in a client to the server's answer::
 
-    TCPStore.set ─► TCPStore._exchange ─► Connection.exchange ═► ServerLoop._serve ─► Service.request ─► ServerLoop._answer
+    TCPStore.set ─► _exchange ─► Connection.exchange ═► ServerLoop._serve ─► Service.request ─► ServerLoop._send_answers
 
 A double line is the network. Before the first request of a connection:
 

@@ -74,7 +74,7 @@ class ServerLoop:
                     self._judge()
                 if self._client_socket in ready:
                     self._serve()
-                self._answer(self._service.expire(time.monotonic()))
+                self._send_answers(self._service.expire(time.monotonic()))
         except zmq.ContextTerminated:
             # `stop` has ended the context.
             pass
@@ -97,17 +97,18 @@ class ServerLoop:
         # ZeroMQ's ROUTER socket puts the client's id in front of the parts that `Connection.exchange` has sent.
         client, table_id, *parts = self._client_socket.recv_multipart()
         if table_id not in (b"", self._table_id):  # the client has used the table of an earlier server at this address
-            self._answer([(client, pack(Status.OTHER_TABLE))])
+            self._send_answers([(client, pack(Status.OTHER_TABLE))])
             return
         message = b"".join(parts)
         try:
             if len(message) > self._limit_bytes:
                 raise ProtocolError(f"a message of {len(message)} bytes, where this server allows {self._limit_bytes}")
-            self._answer(self._service.request(client, message, time.monotonic()))
+            self._send_answers(self._service.request(client, message, time.monotonic()))
         except ProtocolError as error:
-            self._answer([(client, pack(Status.REFUSED, str(error).encode()))])
+            self._send_answers([(client, pack(Status.REFUSED, str(error).encode()))])
 
-    def _answer(self, replies: list[tuple[bytes, bytes]]) -> None:
+    def _send_answers(self, replies: list[tuple[bytes, bytes]]) -> None:
+        # One request may end the waits of several clients: a `set` also answers the clients that wait for its key.
         for client, message in replies:
             # ZeroMQ drops answers to clients that are gone or do not read.
             self._client_socket.send_multipart([client, self._table_id, *split(message)])
