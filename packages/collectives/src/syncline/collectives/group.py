@@ -13,7 +13,7 @@ import torch
 
 from .engine.call import Signature, device_type_of, tensor_in_words
 from .engine.cancel_scope import seconds
-from .engine.observers import shown_to_observers
+from .engine.observers import public_call
 from .engine.tags import FIRST_RESERVED, LAST_RESERVED, is_reserved
 from .errors import BackendUnavailableError, InvalidArgumentError, MisuseError
 from .reduce_op import ReduceOp, Reduction, checked_reduction
@@ -114,7 +114,7 @@ class ProcessGroup(ABC):
 
     # ---- one tensor on each rank ----
 
-    @shown_to_observers
+    @public_call
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, *, async_op: bool = False) -> Work:
         """Combine the tensors of all ranks. Every rank gets the same result, bit for bit.
 
@@ -136,7 +136,7 @@ class ProcessGroup(ABC):
         op = checked_reduction(op, tensor.dtype)
         return self._issue(Signature.of("all_reduce", tensor, op), (), (tensor,), async_op)
 
-    @shown_to_observers
+    @public_call
     def reduce(self, tensor: torch.Tensor, root: int = 0, op: Reduction = ReduceOp.SUM, *, async_op: bool = False) -> Work:
         """Combine the tensors of all ranks on the root.
 
@@ -151,7 +151,7 @@ class ProcessGroup(ABC):
         op = checked_reduction(op, tensor.dtype)
         return self._issue(Signature.of("reduce", tensor, op, root), (), (tensor,), async_op)
 
-    @shown_to_observers
+    @public_call
     def broadcast(self, tensor: torch.Tensor, root: int = 0, *, async_op: bool = False) -> Work:
         """Copy the root's tensor to every rank.
 
@@ -166,7 +166,7 @@ class ProcessGroup(ABC):
 
     # ---- one tensor on one side, one for each rank on the other ----
 
-    @shown_to_observers
+    @public_call
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, *, async_op: bool = False) -> Work:
         """Give every rank the tensors of all ranks.
 
@@ -182,7 +182,7 @@ class ProcessGroup(ABC):
         self._refuse_if("all_gather", checks.not_one_each("output", outputs, tensor, self.size))
         return self._issue(Signature.of("all_gather", tensor), (tensor,), tuple(outputs), async_op)
 
-    @shown_to_observers
+    @public_call
     def all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False) -> Work:
         """Concatenate the tensors of all ranks into one tensor on every rank.
 
@@ -197,7 +197,7 @@ class ProcessGroup(ABC):
         self._refuse_if("all_gather_into_tensor", checks.not_own_part(tensor, output, self.rank))
         return self._issue(Signature.of("all_gather_into_tensor", tensor), (tensor,), (output,), async_op)
 
-    @shown_to_observers
+    @public_call
     def gather(
         self,
         tensor: torch.Tensor,
@@ -221,7 +221,7 @@ class ProcessGroup(ABC):
         self._check_on_root("gather", "outputs", outputs, tensor, root)
         return self._issue(Signature.of("gather", tensor, root=root), (tensor,), tuple(outputs or ()), async_op)
 
-    @shown_to_observers
+    @public_call
     def scatter(
         self,
         tensor: torch.Tensor,
@@ -244,7 +244,7 @@ class ProcessGroup(ABC):
         self._check_on_root("scatter", "inputs", inputs, tensor, root)
         return self._issue(Signature.of("scatter", tensor, root=root), tuple(inputs or ()), (tensor,), async_op)
 
-    @shown_to_observers
+    @public_call
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction = ReduceOp.SUM, *, async_op: bool = False
     ) -> Work:
@@ -270,7 +270,7 @@ class ProcessGroup(ABC):
         self._refuse_if("reduce_scatter", checks.not_one_each("input", inputs, output, self.size))
         return self._issue(Signature.of("reduce_scatter", output, op), tuple(inputs), (output,), async_op)
 
-    @shown_to_observers
+    @public_call
     def reduce_scatter_tensor(
         self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, *, async_op: bool = False
     ) -> Work:
@@ -292,7 +292,7 @@ class ProcessGroup(ABC):
 
     # ---- one tensor for each rank on both sides ----
 
-    @shown_to_observers
+    @public_call
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, async_op: bool = False) -> Work:
         """For each rank r, send `inputs[r]` to rank r, and receive `outputs[r]` from rank r.
 
@@ -319,7 +319,7 @@ class ProcessGroup(ABC):
             self._all_to_all_signature("all_to_all", inputs[0], "", splits), tuple(inputs), tuple(outputs), async_op
         )
 
-    @shown_to_observers
+    @public_call
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -357,7 +357,7 @@ class ProcessGroup(ABC):
 
     # ---- two ranks ----
 
-    @shown_to_observers
+    @public_call
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, async_op: bool = False) -> Work:
         """Send a tensor to one rank, which calls `recv`.
 
@@ -371,7 +371,7 @@ class ProcessGroup(ABC):
         self._check_tensors("send", reads=(tensor,))
         return self._send(tensor, dst, tag, async_op)
 
-    @shown_to_observers
+    @public_call
     def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, *, async_op: bool = False) -> Work:
         """Receive a tensor from one rank, which calls `send`.
 
@@ -387,7 +387,7 @@ class ProcessGroup(ABC):
 
     # ---- no tensor ----
 
-    @shown_to_observers
+    @public_call
     def barrier(self, *, async_op: bool = False) -> Work:
         """Wait until all ranks have called this method."""
         return self._issue(Signature("barrier"), (), (), async_op)

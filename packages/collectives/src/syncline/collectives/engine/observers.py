@@ -107,10 +107,11 @@ def observe_calls(observer: Observer) -> Callable[[], None]:
     return stop
 
 
-def shown_to_observers(method: Method) -> Method:
-    """Decorate a method of a group, so that the profiler and the observers see each call of the method.
+def public_call(method: Method) -> Method:
+    """Decorate a method of a group that users call. The profiler and the observers then see each call of the method.
 
-    The decorator also handles two special kinds of tensors, see Note [Tensors that are no memory] in `tensors.checks`:
+    Before the method runs, the decorator also handles two special kinds of tensors, see Note [Tensors that are no memory] in
+    `tensors.checks`:
 
     - The result of a functional collective is replaced by its tensor.
     - With a FakeTensor, the call communicates nothing, and returns a finished work.

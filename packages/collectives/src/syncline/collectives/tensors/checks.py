@@ -46,7 +46,7 @@ def resolved(value: Any) -> Any:
     1. An `AsyncCollectiveTensor`, the result of a functional collective of torch, stands for the tensor that the collective
        writes. This function waits for the collective, and returns that tensor.
     2. With a `FakeTensor`, the program only computes shapes. The collective ends at once, without communication, because other
-       ranks may not call it at all (see `engine.observers.shown_to_observers`).
+       ranks may not call it at all (see `engine.observers.public_call`).
     3. `no_memory` refuses tensors of other such classes, for example `DTensor`, tensors inside transformations of `torch.func`,
        and tensors whose memory was freed.
     """
