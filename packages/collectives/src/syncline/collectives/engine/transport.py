@@ -78,6 +78,19 @@ class Transport(ABC):
     collective runs.
 
     For a library with blocking collectives on host memory, write a subclass of `LibraryTransport`.
+
+    Five methods end something. Threads that are woken get an error from their wait::
+
+        method            who calls it                                           may block   who is woken, if the library can
+        give_up           `HostGroup`, when a call has failed                    no          other ranks
+        interrupt         `HostGroup` and the monitor, on a separate thread      yes         the running call, other ranks
+        abort             `HostGroup`, in `abort`, and in `close` after a        no          other ranks, other threads
+                          failure or with calls in flight
+        close             `HostGroup`, when no call is in flight                 yes         nobody
+        leave_to_parent   `HostGroup`, in a forked child                         no          nobody
+
+    The classes that connect the ranks again after a loss also call `interrupt` and `abort`, for the transport that they replace
+    or cannot use.
     """
 
     #: The registry's name of the backend, such as "mpi".
