@@ -51,7 +51,7 @@ class ReducerNames:
         self._reducer = reducer
 
     def prepare_for_forward(self) -> None:
-        """Do nothing, because the wrapped module's forward prepares the reducer."""
+        """Do nothing, because the forward of `DistributedDataParallel` prepares the reducer."""
 
     def prepare_for_backward(self, tensors: Any) -> None:  # noqa: ARG002 - torch's
         """Let the next backward average gradients. `tensors` has no effect."""

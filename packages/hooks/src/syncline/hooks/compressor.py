@@ -13,7 +13,7 @@ from .low_precision import math_dtype
 
 
 class Compressor(ABC):
-    """Makes messages from gradients, and mean gradients from the messages of all ranks. A compressor has no state.
+    """Compresses gradients to messages, and computes mean gradients from the messages of all ranks. It has no state.
 
     The length of a message depends only on the gradients' shapes and dtype. So one collective transfers all messages.
     """

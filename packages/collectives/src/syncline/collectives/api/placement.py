@@ -80,7 +80,8 @@ def assign_devices(visible: dict[int, Sequence[str]], hostname: str) -> dict[int
     """Choose for each rank of a node one of the devices that the rank sees. No two ranks get the same device. A pure function.
 
     Args:
-        visible: for each rank of the node, the ids of the devices that the rank sees. Entry i is the id of the rank's `cuda:i`.
+        visible: for each rank of the node, the ids of the devices that the rank sees. Entry i of a rank's list is
+            the id of its device `cuda:i`.
         hostname: the node's name in messages.
 
     Returns:

@@ -133,7 +133,10 @@ class EngineGroup(ProcessGroup, Inherited):
         return [text for _, text in sorted((rank, text) for text, ranks in said.ranks.items() for rank in ranks)]
 
     def report_to(self, reporter: Reporter | None) -> None:
-        """Let `reporter` (None: nobody) report the first failure of this group, and of groups made from this group later."""
+        """Let `reporter` report the first failure of this group. None: no reports.
+
+        Groups that are made from this group after this call get the same reporter.
+        """
         self._reporter = reporter
         if reporter is not None:
             reporter.watch(self.recorder)

@@ -94,7 +94,7 @@ def _in_words(traced: int, between: Link, per_node: int) -> str:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """Return the numbers of ranks that a text names, such as "2..1024" or "2,6,12".
+    """Return the world sizes that a text names, such as "2..1024" or "2,6,12".
 
     "2..1024" names 2, 1024, and all powers of two between them.
 

@@ -71,12 +71,14 @@ def replay(workload: Workload, reduce_s: Callable[[ReadyBucket], float]) -> Pred
 
 
 def spread(shapes: Sequence[tuple[int, ...]], nbytes: Sequence[float], since_s: float, until_s: float) -> tuple[Gradient, ...]:
-    """Return a bucket's gradients with estimated times, at a constant number of bytes per second.
+    """Return a bucket's gradients, each with the estimated time at which backward has computed the gradient.
+
+    The estimate: backward computes an equal number of bytes in each second.
 
     Args:
         shapes: the gradients' shapes, in the order in which the gradients come.
         nbytes: the gradients' sizes in bytes, in the order of `shapes`.
-        since_s: the earliest time of the first gradient, in seconds from the start of the step.
+        since_s: when backward can begin with the first gradient, in seconds from the start of the step.
         until_s: the time of the last gradient, in seconds from the start of the step.
     """
     total, before, found = sum(nbytes), 0.0, []

@@ -34,7 +34,7 @@ class NcclBackend(Backend):
         return library.problem()
 
     def connect(self, request: ConnectRequest) -> NcclGroup:
-        """Make a group. The ranks first meet in a host group, over MPI, or in a store."""
+        """Make a group. First the ranks find each other through `request.host_group`, through MPI, or through a store."""
         lack = self.missing()
         if lack is not None:
             raise BackendUnavailableError(f"backend 'nccl': {lack}")

@@ -234,7 +234,10 @@ class StreamWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the collective has finished on the GPU, or has failed. False during a capture into a graph."""
+        """Whether the collective has finished on the GPU, or has failed.
+
+        During a capture into a graph: whether the collective has failed.
+        """
         if self._failure is not None:
             return True
         return not self._runtime.is_capturing() and self.launch.is_over()

@@ -27,10 +27,10 @@ class StagingArea:
 
     Note [Slots in turn]
     ~~~~~~~~~~~~~~~~~~~~
-    Chunks use the slots in turn, even chunks of different collectives. There is at least one barrier for each chunk. Ranks read
-    chunk k after the barrier of chunk k, and copy it out after the barrier of chunk k + 1. So all reads of chunk k end before
-    the barrier of chunk k + 2. Chunk k + 3 uses the slot of chunk k, but is written after the barrier of chunk k + 2. So no
-    rank overwrites data that another rank still reads.
+    All chunks use the slots in turn. The turn goes on from one collective to the next. There is at least one barrier for each
+    chunk. Ranks reduce chunk k after the barrier of chunk k, and copy the results of chunk k out of the slots after the barrier
+    of chunk k + 1. So all reads of chunk k end before the barrier of chunk k + 2. Chunk k + 3 uses the slot of chunk k, but is
+    written after the barrier of chunk k + 2. So no rank overwrites data that another rank still reads.
     """
 
     def __init__(self, node: Node) -> None:
