@@ -72,3 +72,40 @@ def test_the_rank_that_hangs_says_where_before_the_job_ends(run_job: Callable[..
     assert "CollectiveTimeout" in finished.output
     (report,) = tmp_path.glob("syncline-report-*/rank-1.*")
     assert "in hang" in report.read_text()
+
+
+TORCH_JOB = """
+    import os, sys, time
+    from datetime import timedelta
+    import torch
+    import torch.distributed as dist
+    if "TORCHELASTIC_RUN_ID" in os.environ and "syncline" in sys.argv:
+        import syncline.collectives.torch_backend
+
+    def hang():
+        time.sleep(600)
+
+    dist.init_process_group(sys.argv[1], timeout=timedelta(seconds=3))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        hang()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), init_sync=False)
+    model(torch.ones(1, 2)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "command"),
+    [
+        pytest.param(3, ("torch.distributed.run", "--nproc-per-node", "3", "script.py", "syncline"), id="torchrun"),
+        pytest.param(2, ("syncline.collectives", "run", "-n", "2", "script.py", "gloo"), id="syncline run"),
+    ],
+)
+def test_under_torch_the_time_out_and_the_rank_that_hangs_are_seen(
+    run_job: Callable[..., Any], tmp_path: Path, ranks: int, command: tuple[str, ...]
+) -> None:
+    variables = {"SYNCLINE_BACKEND": "gloo"} if ranks == 3 else {}
+    finished = run_job(None, TORCH_JOB, "-m", *command, SYNCLINE_REPORT_DIR=str(tmp_path), **variables)
+    assert finished.status != 0
+    assert "did not finish within 3 s" in finished.output
+    (report,) = tmp_path.glob(f"syncline-report-*/rank-{ranks - 1}.*")
+    assert "in hang" in report.read_text()

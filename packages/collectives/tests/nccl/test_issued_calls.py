@@ -194,6 +194,7 @@ def test_with_check_calls_a_call_that_differs_raises_before_data_moves(over_host
         with pytest.raises(DisagreementError, match=r"rank 1: all_reduce\(float32\[5\], op=SUM\)"):
             group.all_reduce(tensor)
         assert tensor.eq(7).all()
+        assert [(record.position, record.state) for record in group.recorder.records()][-1] == (1, FAILED)
         with pytest.raises(TransportError, match="had failed before"):
             group.barrier()
 
@@ -216,6 +217,21 @@ def test_with_check_calls_equal_calls_give_their_results(over_host_group: bool) 
     run_on_fakes(2, body, check_calls=True, over_host_group=over_host_group)
 
 
+def test_with_check_calls_a_rank_that_has_failed_ends_the_wait() -> None:
+    def body(group: NcclGroup) -> None:
+        group.barrier()
+        if group.rank == 1:
+            group.abort()
+            return
+        began_s = time.monotonic()
+        with pytest.raises(TransportError, match="another rank does not come: rank 1 of 2"):
+            group.all_reduce(torch.ones(1))
+        assert time.monotonic() - began_s < PATIENCE_S
+        group.abort()
+
+    run_on_fakes(2, body, check_calls=True, timeout_s=10 * PATIENCE_S)
+
+
 def test_with_check_calls_groups_made_from_a_group_check_too() -> None:
     def body(group: NcclGroup) -> None:
         part = group.split(0)
@@ -227,11 +243,16 @@ def test_with_check_calls_groups_made_from_a_group_check_too() -> None:
 
 
 def test_with_check_calls_a_rank_that_does_not_come_is_named_with_the_call() -> None:
+    told = threading.Event()
+
     def body(group: NcclGroup) -> None:
         group.barrier()
         if group.rank == 0:
-            with pytest.raises(TransportError, match=r"the comparison of all_reduce\(float32\[1\], op=SUM\)"):
+            with pytest.raises(CollectiveTimeout, match=r"all_reduce\(float32\[1\], op=SUM\), number 1 .* did not start"):
                 group.all_reduce(torch.ones(1))
+            assert group.recorder.records()[-1].state == FAILED
+            told.set()
+        assert told.wait(PATIENCE_S)
         group.abort()
 
     run_on_fakes(2, body, check_calls=True, timeout_s=1.0)

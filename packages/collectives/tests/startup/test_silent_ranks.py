@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import pytest
 
-from syncline.collectives import CollectiveTimeout, RankLostError
+from syncline.collectives import CollectiveTimeout, RankLostError, TransportError
 from syncline.collectives.health import report
 from syncline.collectives.health.liveness import Run
 from syncline.collectives.health.report import Reporter
 from syncline.collectives.startup import silent_ranks
-from syncline.collectives.startup.silent_ranks import SilentRank, let_silent_ranks_report
+from syncline.collectives.startup.silent_ranks import NoteWatch, let_silent_ranks_report
 
 
 def reports(folder: Path) -> list[str]:
-    end_s = time.monotonic() + 10
-    while not list(folder.glob("*/rank-1.*")) and time.monotonic() < end_s:  # another thread writes the report
-        time.sleep(0.01)
-    return sorted(path.name for path in folder.glob("*/rank-1.*"))
+    return sorted(path.name for path in folder.glob("*/*"))
 
 
 def test_a_silent_rank_writes_one_report_when_the_note_is_there(tmp_path: Path) -> None:
-    silent = SilentRank(Reporter("today", 1, 2, str(tmp_path)), tmp_path / "note")
-    silent.look(time.monotonic())
-    assert not silent.is_idle
+    watch = NoteWatch(Reporter("today", 1, 2, str(tmp_path)), tmp_path / "note")
+    watch.look(0.0)
+    assert reports(tmp_path) == []
     (tmp_path / "note").touch()
-    silent.look(time.monotonic())
+    watch.look(1.0)
+    watch.look(2.0)
     assert reports(tmp_path) == ["rank-1.1.json"]
     assert "another rank of this node timed out" in (tmp_path / "syncline-report-today" / "rank-1.1.json").read_text()
-    assert silent.is_idle
+    assert watch.is_idle
 
 
-def test_a_rank_that_has_just_written_its_own_report_writes_no_second_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("reason", "expected"), [("its own failure", 1), ("SIGUSR1", 2)])
+def test_a_rank_that_has_reported_its_own_failure_writes_no_second_report(tmp_path: Path, reason: str, expected: int) -> None:
     reporter = Reporter("today", 1, 2, str(tmp_path))
-    reporter.write("its own failure")
+    reporter.write(reason)
     (tmp_path / "note").touch()
-    silent = SilentRank(reporter, tmp_path / "note")
-    silent.look(time.monotonic())
-    assert silent.is_idle
-    assert reports(tmp_path) == ["rank-1.1.json"]
+    NoteWatch(reporter, tmp_path / "note").look(0.0)
+    assert len(reports(tmp_path)) == expected
 
 
 @pytest.fixture
@@ -64,6 +62,43 @@ def test_the_rank_waits_if_torch_raises_the_text_of_the_time_out(monkeypatch: py
     monkeypatch.setattr(time, "sleep", lambda _: seen.append(note.exists()))
     let_silent_ranks_report(RuntimeError("Got the following error when running the callback: CollectiveTimeout: all_reduce"))
     assert seen == [True]
+
+
+def test_a_rank_ignores_its_own_note(monkeypatch: pytest.MonkeyPatch, note: Path, tmp_path: Path) -> None:
+    watch = NoteWatch(Reporter("today", 0, 2, str(tmp_path)), note)
+    monkeypatch.setattr(silent_ranks, "_watch", watch)
+    monkeypatch.setattr(time, "sleep", lambda _: watch.look(0.0))
+    let_silent_ranks_report(CollectiveTimeout("it did not finish"))
+    assert reports(tmp_path) == []
+
+
+def test_a_time_out_behind_another_error_counts(monkeypatch: pytest.MonkeyPatch, note: Path) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(time, "sleep", lambda _: seen.append(note.exists()))
+    error = TransportError("had failed before")
+    error.__cause__ = CollectiveTimeout("it did not finish")
+    let_silent_ranks_report(error)
+    assert seen == [True]
+
+
+class Unprintable(RuntimeError):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_an_error_without_a_text_is_no_time_out(note: Path) -> None:
+    let_silent_ranks_report(Unprintable())
+    let_silent_ranks_report(RuntimeError(Unprintable()))
+    assert not note.exists()
+
+
+def test_old_notes_are_removed(monkeypatch: pytest.MonkeyPatch, note: Path) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    old = note.with_name("timed-out-yesterday")
+    old.touch()
+    os.utime(old, (0, 0))
+    let_silent_ranks_report(CollectiveTimeout("it did not finish"))
+    assert not old.exists()
 
 
 def test_ctrl_c_ends_the_wait_and_leaves_no_note(monkeypatch: pytest.MonkeyPatch, note: Path) -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -155,19 +156,23 @@ def test_frames_of_torch_are_left_out_and_a_setting_brings_them_back(monkeypatch
     assert "_call_impl" in in_text(error, trace)
 
 
-def test_the_stack_that_torch_puts_into_a_text_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_the_stack_that_torch_puts_into_a_text_the_users_frames_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = (
+        f"  {uncaught_errors.__file__}(5): write\n  /home/me/train.py(7): my_hook\n  {threading.__file__}(1002): _bootstrap\n"
+    )
+
     def call() -> None:
-        raise RuntimeError(
-            "the callback: CollectiveTimeout: it did not finish\n\nAt:\n  host_group.py(551): _fail\n"
-        ) from OSError("x")
+        raise RuntimeError(f"the callback: CollectiveTimeout: it did not finish\n\nAt:\n{stack}") from OSError("x")
 
     error, trace = through(call)
     said = in_text(error, trace)
     assert "CollectiveTimeout: it did not finish" in said
-    assert "host_group.py" not in said
+    assert "uncaught_errors.py(5)" not in said
+    assert "threading.py" not in said
+    assert "At:\n  /home/me/train.py(7): my_hook" in said
     assert "OSError: x" in said
     monkeypatch.setenv("SYNCLINE_FULL_TRACEBACKS", "1")
-    assert "host_group.py(551): _fail" in in_text(error, trace)
+    assert "uncaught_errors.py(5): write" in in_text(error, trace)
 
 
 def test_where_torch_refused_something_is_shown() -> None:

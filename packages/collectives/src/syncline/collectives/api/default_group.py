@@ -22,7 +22,7 @@ from ..startup.launch import check_init_method, launch_by, take_launch
 from ..startup.nodes import host_identity, in_words
 from ..startup.registry import BackendChoice, choose_backend, load_backend, what_is_missing
 from ..startup.settings import load_settings
-from ..startup.silent_ranks import report_if_silent
+from ..startup.silent_ranks import watch_for_note
 from ..startup.uncaught_errors import print_failure_once, print_failures_of_the_run
 from ..tensors.checks import is_integer
 
@@ -113,7 +113,7 @@ def init_process_group(
         communicator: an mpi4py communicator, whose ranks become the group's ranks. Only these ranks call this function.
         reproducible: if true, reductions give the same bits in every run; the backend's documentation states the cost. Default:
             the site file's value, else False. (Within one run, all ranks always get the same bits.)
-        check_calls: for debugging. If true, the ranks compare their calls before each collective, in a small all_gather. If the
+        check_calls: for debugging. If true, the ranks compare their calls before each collective, in a small exchange. If the
             calls differ, a `DisagreementError` shows the calls.
 
     Returns:
@@ -188,7 +188,7 @@ def init_process_group(
         print_failure_once(is_initialized, has_siblings=launch is not None or not is_known)
         raise
     print_failures_of_the_run(has_siblings=launch is not None)
-    report_if_silent(latest_reporter())
+    watch_for_note(latest_reporter())
     # This is only a warning, because a child process may train alone on purpose.
     if (
         not joins

@@ -6,7 +6,6 @@ import argparse
 import atexit
 import itertools
 import json
-import math
 import os
 import signal
 import socket
@@ -209,6 +208,7 @@ REPORT_VARIABLE = "SYNCLINE_REPORT_DIR"
 _MOST_GROUPS = 32
 _MOST_STACK_CHARACTERS = 200_000
 _MOST_REPORTS = 16
+_SIGNAL = "SIGUSR1"  # the reason of a report that a signal asks for
 
 
 _site_folder: str | None = None
@@ -240,7 +240,7 @@ class Reporter:
         folder: a folder, in which the reporter makes a folder for the run. "": no reports. None: use `report_folder()`.
 
     Attributes:
-        latest_s: when this process began to write its latest report, on the monotonic clock; minus infinity if it wrote none.
+        has_reported_failure: whether a report was written for another reason than a signal.
     """
 
     def __init__(self, run_name: str, rank: int, size: int, folder: str | None = None) -> None:
@@ -251,7 +251,7 @@ class Reporter:
         self._recorders: LivingSet[Recorder] = LivingSet()
         self._numbers = itertools.count(1)  # no lock, because a signal's handler may interrupt the thread that holds it
         self._pid = os.getpid()
-        self.latest_s = -math.inf
+        self.has_reported_failure = False
 
     def watch(self, recorder: Recorder) -> None:
         """Include this group's calls in later reports. Keep only a weak reference to the recorder."""
@@ -267,7 +267,7 @@ class Reporter:
         base = self._folder if self._folder is not None else report_folder()
         if not base or os.getpid() != self._pid:  # a forked child, such as a data loader's worker, is not the rank
             return None
-        self.latest_s = time.monotonic()
+        self.has_reported_failure |= reason != _SIGNAL
         number = next(self._numbers)
         # A program that fails again and again must not fill the disk.
         if number > _MOST_REPORTS:
@@ -322,15 +322,23 @@ class Reporter:
 
 
 def _write_new(folder: Path, stem: str, number: int, text: str) -> None:
+    """Write a file that does not exist yet. The launcher may kill this process meanwhile, so no file has half of the text."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+    aside = folder / f".{stem}.{os.getpid()}.{number}"
+    with os.fdopen(os.open(aside, flags, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
     while True:
         path = folder / f"{stem}.{number}.json"
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
+            os.link(aside, path)
         except FileExistsError:
             number += 1
             continue
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        # This file system has no links.
+        except OSError:
+            os.replace(aside, path)
+            return
+        aside.unlink()
         return
 
 
@@ -403,7 +411,7 @@ class _OnSignal:
             # The main thread and the thread of `_listen` both get each signal. The other one has already written the report.
             if time.monotonic() - self._latest_s < _ONCE_S:
                 return
-            folder = self.reporter.write("SIGUSR1")
+            folder = self.reporter.write(_SIGNAL)
             self._latest_s = time.monotonic()
         finally:
             self._writing.release()

@@ -1,12 +1,12 @@
 """After a time-out, the silent ranks of a node write their reports before the job ends.
 
 A rank that times out in a collective does not know why: the cause is in the rank that did not come. That rank may notice
-nothing, and the launcher or MPI ends it as soon as the first rank fails. So there are two steps:
+nothing, and the launcher or MPI ends it as soon as the first rank has ended. So there are two steps:
 
 1. A rank with an uncaught `CollectiveTimeout` leaves a note in the folder that the processes of one user on a node share, and
-   waits before it ends the job (`let_silent_ranks_report`).
-2. The monitor of each rank looks for the note every second. If the note is there, the rank writes its report, with the stacks
-   of its threads (`SilentRank`).
+   waits before it ends (`let_silent_ranks_report`).
+2. The monitor of each rank looks for the note every second. If the note is there, and this rank has not reported a failure of
+   its own, the rank writes its report, with the stacks of its threads (`NoteWatch`).
 
 Ranks on other nodes do not see the note.
 """
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 _LOOK_S = 1.0
 # The other ranks need one look to see the note, and then write a file.
 _WAIT_S = 2.5
-# A rank that fails together with the rank that timed out has written its own report within this time.
-_TOGETHER_S = 10.0
+# A rank that was killed while it waited has left its note. Notes that are older than this are removed.
+_OLD_S = 3600.0
 
 
-class SilentRank:
+class NoteWatch:
     """Writes this rank's report when another rank of the node has timed out. The monitor calls `look`.
 
     Args:
@@ -42,49 +42,72 @@ class SilentRank:
     """
 
     period_s = _LOOK_S
-    may_block = False  # the note is in a local folder, and another thread writes the report
+    may_block = True  # the folder for temporary files may be on a file system that does not answer
     is_idle = False
 
     def __init__(self, reporter: Reporter, note: Path) -> None:
         self._reporter = reporter
         self._note = note
 
-    def look(self, now_s: float) -> None:
-        """If the note is there, write the report once, unless this rank has just written a report of its own failure."""
-        if self._note.exists():
+    def look(self, _: float) -> None:
+        """If the note is there, write the report once, unless this rank has reported a failure of its own."""
+        if self._note.exists() and not self.is_idle:
             self.is_idle = True
-            if now_s - self._reporter.latest_s > _TOGETHER_S:
-                self._reporter.write_within("another rank of this node timed out in a collective", 0.0)
+            if not self._reporter.has_reported_failure:
+                self._reporter.write("another rank of this node timed out in a collective")
 
 
-_silent_rank: SilentRank | None = None  # keeps the object alive, because the monitor holds only a weak reference
+_watch: NoteWatch | None = None  # keeps the object alive, because the monitor holds only a weak reference
 
 
-def report_if_silent(reporter: Reporter | None) -> None:
+def watch_for_note(reporter: Reporter | None) -> None:
     """From now on, write this rank's report if another rank of this node times out. Call this when the ranks are connected."""
-    global _silent_rank
+    global _watch
     note = _note()
     if reporter is not None and note is not None:
-        _silent_rank = SilentRank(reporter, note)
-        call_now_and_then(_silent_rank)
+        _watch = NoteWatch(reporter, note)
+        call_now_and_then(_watch)
 
 
 def let_silent_ranks_report(error: BaseException) -> None:
     """If an uncaught error is a time-out, wait 2.5 seconds, so that the silent ranks of this node can write their reports."""
-    # If a future of torch fails with our error, torch's DDP raises a RuntimeError with its text.
-    if not isinstance(error, CollectiveTimeout) and f"{CollectiveTimeout.__name__}: " not in str(error):
+    if not _is_time_out(error):
         return
     from ..health.report import report_folder  # here, because this loads torch
 
     note = _note()
     if note is None or not report_folder():
         return
+    if _watch is not None:
+        _watch.is_idle = True  # this rank must not take its own note for another rank's
     # Ctrl-C ends the wait. If the note cannot be written, nobody reports, and the job must end in any case.
     with suppress(OSError, KeyboardInterrupt):
+        for other in note.parent.glob("timed-out-*"):
+            if other.stat().st_mtime < time.time() - _OLD_S:
+                other.unlink(missing_ok=True)
         note.touch()
         time.sleep(_WAIT_S)
     with suppress(OSError):
         note.unlink(missing_ok=True)
+
+
+def _is_time_out(error: BaseException) -> bool:
+    """Whether an error, or an error that it follows from, is a time-out of a collective."""
+    earlier: BaseException | None = error
+    for _ in range(20):  # an error may be its own context
+        if earlier is None:
+            return False
+        # If a future of torch fails with our error, torch's DDP raises a RuntimeError with its text.
+        is_text = type(earlier) is RuntimeError and f"{CollectiveTimeout.__name__}: " in text_of(earlier)
+        if isinstance(earlier, CollectiveTimeout) or is_text:
+            return True
+        earlier = earlier.__cause__ or earlier.__context__
+    return False
+
+
+def text_of(error: BaseException) -> str:
+    """Return the first argument of an error if it is a text, else an empty text. Unlike `str(error)`, this never fails."""
+    return error.args[0] if error.args and isinstance(error.args[0], str) else ""
 
 
 def _note() -> Path | None:

@@ -14,6 +14,7 @@ A rank tries to lock the file for `_LOCK_S` seconds. A rank that cannot use the 
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import json
 import logging
@@ -42,7 +43,7 @@ from ..errors import (
 )
 from ..health.liveness import Run, current_run, own_identity
 from .launch import process_manager
-from .silent_ranks import let_silent_ranks_report
+from .silent_ranks import let_silent_ranks_report, text_of
 from .user_secret import private_folder
 
 logger = logging.getLogger("syncline.collectives")
@@ -118,10 +119,10 @@ class _OncePerNode:
             # Without a run, this rank has no name to print.
             sys.stderr.write(in_text(error, trace))
         else:
-            said = last_words(f"[syncline] {run.who()}", "failed", error, trace)
-            sys.stderr.write(said.text)
-            if said.is_all:
-                let_silent_ranks_report(error)
+            sys.stderr.write(last_words(f"[syncline] {run.who()}", "failed", error, trace).text)
+            # Not here: a hook of torch may have called this hook, and prints the text when this hook has returned. All ranks
+            # wait, because torchrun kills the others when the first rank ends.
+            atexit.register(let_silent_ranks_report, error)
 
 
 @dataclass(frozen=True)
@@ -210,9 +211,11 @@ def in_text(error: BaseException, trace: TracebackType | None) -> str:
     if isinstance(error, SynclineError):
         shown = error.reworded(fitted(str(error)))
     # If a future of torch fails with our error, torch raises its text, followed by the Python stack in another form.
-    elif type(error) is RuntimeError and _STACK_IN_TEXT in str(error) and not shows_all:
-        shown = RuntimeError(str(error).partition(_STACK_IN_TEXT)[0])
+    elif type(error) is RuntimeError and not shows_all and _STACK_IN_TEXT in text_of(error):
+        shown = RuntimeError(_without_our_frames(text_of(error)))
         shown.__cause__ = error.__cause__
+        for note in getattr(error, "__notes__", ()):
+            shown.add_note(note)  # type: ignore[attr-defined]  # Python 3.10 has no notes
     shown.__context__, shown.__suppress_context__ = error.__context__, error.__suppress_context__
     told = traceback.TracebackException(type(error), shown, trace)
     if not shows_all and _shorten(told, error):
@@ -220,6 +223,14 @@ def in_text(error: BaseException, trace: TracebackType | None) -> str:
     else:
         note = ""
     return "".join(told.format()) + note
+
+
+def _without_our_frames(text: str) -> str:
+    """Leave out the lines of Syncline, torch and Python's library in a stack that torch has put behind an error's text."""
+    text, _, stack = text.partition(_STACK_IN_TEXT)
+    libraries = [sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")]
+    kept = [line for line in stack.splitlines() if line and not (_is_inside(line.strip()) or _is_in(line.strip(), libraries))]
+    return text + (_STACK_IN_TEXT + "\n".join(kept) if kept else "")
 
 
 def _shorten(told: traceback.TracebackException, error: BaseException) -> bool:

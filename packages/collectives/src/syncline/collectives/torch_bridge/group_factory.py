@@ -19,7 +19,7 @@ from ..startup.backend import ConnectRequest, apply_to_process
 from ..startup.launch import take_launch
 from ..startup.registry import choose_backend, load_backend
 from ..startup.settings import load_settings
-from ..startup.silent_ranks import report_if_silent
+from ..startup.silent_ranks import watch_for_note
 from ..startup.uncaught_errors import print_failures_of_the_run
 from . import compiled
 from .rendezvous import store_over
@@ -175,7 +175,7 @@ def _connect(torch_name: str, backend: str | None, options: Any, timeout_s: floa
             f"backend '{torch_name}' of torch.distributed stands on our backend '{name}': {error}"
         ) from error
     print_failures_of_the_run(has_siblings=launch is not None)
-    report_if_silent(latest_reporter())
+    watch_for_note(latest_reporter())
     return made
 
 

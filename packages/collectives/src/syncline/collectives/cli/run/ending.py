@@ -85,7 +85,10 @@ class Ending:
                 let_silent_ranks_report(error)
             else:
                 say(f"{self._job.who()} {also_failed(error, error.__traceback__)}; {first}")
-                if self._has_mpi():
+                # Without MPI, the launcher may end all ranks as soon as this rank has ended.
+                if not self._has_mpi():
+                    let_silent_ranks_report(error)
+                else:
                     time.sleep(_PATIENCE_S)  # the first rank ends the job meanwhile
         # End the job even if Ctrl-C interrupts the lines above, because the other ranks must not wait for this rank.
         finally:

@@ -79,15 +79,19 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, trace: Traceba
     if is_interactive() or MPI.Is_finalized() or fork_count() != _own_fork_count:
         _previous_hook[-1](kind, error, trace)
         return
-    words = last_words(_who(), "failed and ends the job", error, trace)
-    say(words.text)
-    let_silent_ranks_report(error)
-    # If another rank knows the cause, wait, because an early abort could lose that rank's message.
-    if not words.is_all:
-        with suppress(KeyboardInterrupt):
-            time.sleep(_PATIENCE_S)  # the rank that says why ends the job
-    # 130 is the shell's status for a process that Ctrl-C ended.
-    abort_job(130 if issubclass(kind, KeyboardInterrupt) else 1)
+    try:
+        words = last_words(_who(), "failed and ends the job", error, trace)
+        say(words.text)
+        if words.is_all:
+            let_silent_ranks_report(error)
+        # If another rank knows the cause, wait, because an early abort could lose that rank's message.
+        else:
+            with suppress(KeyboardInterrupt):
+                time.sleep(_PATIENCE_S)  # the rank that says why ends the job
+    # End the job also if Ctrl-C interrupts the lines above, or if the error cannot be printed: the other ranks would hang.
+    finally:
+        # 130 is the shell's status for a process that Ctrl-C ended.
+        abort_job(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
 
 def is_interactive() -> bool:

@@ -13,12 +13,12 @@ from contextlib import contextmanager, nullcontext, suppress
 import torch
 from typing_extensions import override
 
-from ...engine.call import Call, Signature
+from ...engine.call import FAILED, QUEUED, Call, Signature
 from ...engine.cancel_scope import CancelScope
 from ...engine.device import Event
 from ...engine.engine_group import EngineGroup, members_of
 from ...engine.queue import Queue
-from ...errors import DisagreementError, InvalidArgumentError, MisuseError, SynclineError, TransportError
+from ...errors import CollectiveTimeout, DisagreementError, InvalidArgumentError, MisuseError, SynclineError, TransportError
 from ...group import ProcessGroup
 from ...health.agreement import History
 from ...health.monitor import call_now_and_then
@@ -93,7 +93,9 @@ class NcclGroup(EngineGroup):
     also waits for a comparison, for at most `_CLOSE_S` seconds. A group of N ranks compares after every n-th backward, where n
     is N / `_COMPARED_EACH_TIME`, rounded up.
 
-    With `check_calls`, the ranks compare each collective before it is issued instead. The CPU waits for this comparison.
+    With `check_calls`, the ranks compare each collective before it is issued instead. The CPU waits for this comparison, in the
+    call's turn. So all ranks must then issue the calls of all groups in one order. And a thread of a rank cannot send or
+    receive while another thread waits in a comparison.
 
     Calls in a CUDA graph are compared at the capture, and not at a replay.
 
@@ -126,7 +128,7 @@ class NcclGroup(EngineGroup):
             ranks=ranks,
             compares_later=not check_calls,
         )
-        self._checks_calls = check_calls and size > 1
+        self._checks_calls = check_calls  # also in a group of one, to which newcomers may be added
         self._connector = connector
         self._runtime = connector.runtime
         self._reproducible = reproducible
@@ -224,7 +226,7 @@ class NcclGroup(EngineGroup):
         Returns the work, and whether the call is on the stream.
         """
         self._check_usable(call.signature)
-        if self._checks_calls:
+        if self._checks_calls and self.size > 1:
             self._check_same_call(call)
         link = self._connections.link_of_all_ranks(call.signature, device)
         plan = self._plans.get(call.signature) or self._make_plan(call.signature)
@@ -276,11 +278,14 @@ class NcclGroup(EngineGroup):
         work.note_on_stream(link.stream, event, captured=captured)
 
     def _take_number(self, call: Call) -> None:
-        call.number = next(self._numbers)
-        self.recorder.add(call)
+        # With `check_calls`, the call has got its number before the comparison.
+        if call.number is None:
+            call.number = next(self._numbers)
+            self.recorder.add(call)
 
     def _begin(self, call: Call) -> None:
-        self.recorder.begin(call)
+        if call.state == QUEUED:
+            self.recorder.begin(call)
         # A transfer between two ranks has no number, and no place in the order.
         if self._compares_later and call.number is not None:
             self._agreed.add(call.digest())
@@ -457,12 +462,23 @@ class NcclGroup(EngineGroup):
         Raises:
             FatalError: the ranks call different collectives, or a rank did not come.
         """
+        # Record the call before the comparison, so that reports show in which call the ranks differ or wait.
+        self._take_number(call)
+        self._begin(call)
+        scope = CancelScope(self.timeout_s, lambda: self._in_flight.reason_not_to_come(f"{call} on {self.place()}"))
         try:
-            said = self._agreed.same(call.words, CancelScope(self.timeout_s, self._in_flight.reason_to_give_up))
+            said = self._agreed.same(call.words, scope)
+            if said is not None:
+                raise different_calls(said)
         except SynclineError as error:
-            raise FatalError(error.reworded(f"the comparison of {call} on {self.place()}: {error}")) from error
-        if said is not None:
-            raise FatalError(different_calls(said))
+            call.is_over(FAILED)
+            if scope.reason is not None or not scope.is_over() or isinstance(error, DisagreementError):
+                raise FatalError(error) from error
+            late = CollectiveTimeout(
+                f"{call} on {self.place()} did not start within {self.timeout_s:g} s, because not all ranks came to the "
+                "comparison of calls (check_calls); look for a rank that died, left early, or computes for long"
+            )
+            raise FatalError(late) from error
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -99,6 +100,10 @@ class InFlight:
         """Return an error if the group has failed. Otherwise return None."""
         return None if self._failure is None else TransportError("the group has failed meanwhile")
 
+    def reason_not_to_come(self, call: str) -> TransportError | None:
+        """Return an error if the group has failed on this rank or on another rank, so that `call` cannot start; else None."""
+        return self.reason_to_give_up() or self._heard(call, time.monotonic())
+
     # ---- communicators and launches ----
 
     def attach(self, communicator: Communicator) -> None:
@@ -181,9 +186,9 @@ class InFlight:
                 failure.__cause__ = error
                 return failure
         late = next((launch for launch in pending if launch.scope.is_over()), None)
-        return self._heard(pending[0], now_s) if late is None else _timed_out(late)
+        return self._heard(pending[0].describe(), now_s) if late is None else _timed_out(late)
 
-    def _heard(self, waiting: Launch, now_s: float) -> TransportError | None:
+    def _heard(self, waiting: str, now_s: float) -> TransportError | None:
         """Return the failure of another rank, if one is known. An error of the store itself does not fail the group."""
         hearing = self._hearing
         if hearing is not None and hearing.done.is_set():
@@ -191,9 +196,7 @@ class InFlight:
             with suppress(Exception):
                 failure = hearing.result()
                 if failure is not None:
-                    return TransportError(
-                        f"{waiting.describe()} will not finish, because another rank does not come: {failure}"
-                    )
+                    return TransportError(f"{waiting} will not finish, because another rank does not come: {failure}")
         # `_hear` may block, so a separate thread calls it. A new thread starts only when the last thread has answered.
         if self._hearing is None and now_s >= self._next_hearing_s:
             self._next_hearing_s = now_s + _HEAR_S
