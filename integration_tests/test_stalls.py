@@ -94,16 +94,20 @@ TORCH_JOB = """
 
 
 @pytest.mark.parametrize(
-    ("ranks", "command"),
+    ("ranks", "command", "variables"),
     [
-        pytest.param(3, ("torch.distributed.run", "--nproc-per-node", "3", "script.py", "syncline"), id="torchrun"),
-        pytest.param(2, ("syncline.collectives", "run", "-n", "2", "script.py", "gloo"), id="syncline run"),
+        pytest.param(
+            3,
+            ("torch.distributed.run", "--nproc-per-node", "3", "script.py", "syncline"),
+            {"SYNCLINE_BACKEND": "gloo"},
+            id="torchrun",
+        ),
+        pytest.param(2, ("syncline.collectives", "run", "-n", "2", "script.py", "gloo"), {}, id="syncline run"),
     ],
 )
 def test_under_torch_the_time_out_and_the_rank_that_hangs_are_seen(
-    run_job: Callable[..., Any], tmp_path: Path, ranks: int, command: tuple[str, ...]
+    run_job: Callable[..., Any], tmp_path: Path, ranks: int, command: tuple[str, ...], variables: dict[str, str]
 ) -> None:
-    variables = {"SYNCLINE_BACKEND": "gloo"} if ranks == 3 else {}
     finished = run_job(None, TORCH_JOB, "-m", *command, SYNCLINE_REPORT_DIR=str(tmp_path), **variables)
     assert finished.status != 0
     assert "did not finish within 3 s" in finished.output

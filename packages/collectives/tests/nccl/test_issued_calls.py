@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import CollectiveTimeout, DisagreementError, ReduceOp, TransportError
+from syncline.collectives import CollectiveTimeout, DisagreementError, MisuseError, ReduceOp, TransportError
 from syncline.collectives.engine.call import DONE, FAILED
 from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.tags import FIRST_NCCL_AGREEMENT, ReservedTag
@@ -217,6 +217,17 @@ def test_with_check_calls_equal_calls_give_their_results(over_host_group: bool) 
     run_on_fakes(2, body, check_calls=True, over_host_group=over_host_group)
 
 
+def test_with_check_calls_a_call_that_is_refused_does_not_stay_running() -> None:
+    def body(group: NcclGroup) -> None:
+        with group.coalescing(), pytest.raises(MisuseError, match="cannot be coalesced"):
+            group.all_reduce(torch.ones(1))
+        group.barrier()
+        assert [record.state for record in group.recorder.records()] == [FAILED, DONE]
+        assert group.recorder.running() is None
+
+    run_on_fakes(2, body, check_calls=True)
+
+
 def test_with_check_calls_a_rank_that_has_failed_ends_the_wait() -> None:
     def body(group: NcclGroup) -> None:
         group.barrier()
@@ -248,8 +259,11 @@ def test_with_check_calls_a_rank_that_does_not_come_is_named_with_the_call() -> 
     def body(group: NcclGroup) -> None:
         group.barrier()
         if group.rank == 0:
-            with pytest.raises(CollectiveTimeout, match=r"all_reduce\(float32\[1\], op=SUM\), number 1 .* did not start"):
+            with pytest.raises(
+                CollectiveTimeout, match=r"all_reduce\(float32\[1\], op=SUM\), number 1 .* did not start"
+            ) as raised:
                 group.all_reduce(torch.ones(1))
+            assert "rank 1 did not come" in str(raised.value)
             assert group.recorder.records()[-1].state == FAILED
             told.set()
         assert told.wait(PATIENCE_S)

@@ -66,9 +66,16 @@ def test_the_rank_waits_if_torch_raises_the_text_of_the_time_out(monkeypatch: py
 
 def test_a_rank_ignores_its_own_note(monkeypatch: pytest.MonkeyPatch, note: Path, tmp_path: Path) -> None:
     watch = NoteWatch(Reporter("today", 0, 2, str(tmp_path)), note)
+    seen: list[bool] = []
+
+    def look(_: float) -> None:
+        seen.append(note.exists())
+        watch.look(0.0)
+
     monkeypatch.setattr(silent_ranks, "_watch", watch)
-    monkeypatch.setattr(time, "sleep", lambda _: watch.look(0.0))
+    monkeypatch.setattr(time, "sleep", look)
     let_silent_ranks_report(CollectiveTimeout("it did not finish"))
+    assert seen == [True]
     assert reports(tmp_path) == []
 
 
@@ -86,7 +93,8 @@ class Unprintable(RuntimeError):
         raise ValueError("no text")
 
 
-def test_an_error_without_a_text_is_no_time_out(note: Path) -> None:
+def test_an_error_without_a_text_is_no_time_out(monkeypatch: pytest.MonkeyPatch, note: Path) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("this error is no time-out"))
     let_silent_ranks_report(Unprintable())
     let_silent_ranks_report(RuntimeError(Unprintable()))
     assert not note.exists()

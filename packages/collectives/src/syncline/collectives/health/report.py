@@ -240,7 +240,7 @@ class Reporter:
         folder: a folder, in which the reporter makes a folder for the run. "": no reports. None: use `report_folder()`.
 
     Attributes:
-        has_reported_failure: whether a report was written for another reason than a signal.
+        failed_at: when this process last began to report a failure, in seconds since the epoch; 0 if it never did.
     """
 
     def __init__(self, run_name: str, rank: int, size: int, folder: str | None = None) -> None:
@@ -251,7 +251,7 @@ class Reporter:
         self._recorders: LivingSet[Recorder] = LivingSet()
         self._numbers = itertools.count(1)  # no lock, because a signal's handler may interrupt the thread that holds it
         self._pid = os.getpid()
-        self.has_reported_failure = False
+        self.failed_at = 0.0
 
     def watch(self, recorder: Recorder) -> None:
         """Include this group's calls in later reports. Keep only a weak reference to the recorder."""
@@ -267,7 +267,8 @@ class Reporter:
         base = self._folder if self._folder is not None else report_folder()
         if not base or os.getpid() != self._pid:  # a forked child, such as a data loader's worker, is not the rank
             return None
-        self.has_reported_failure |= reason != _SIGNAL
+        if reason != _SIGNAL:
+            self.failed_at = time.time()
         number = next(self._numbers)
         # A program that fails again and again must not fill the disk.
         if number > _MOST_REPORTS:
@@ -322,24 +323,26 @@ class Reporter:
 
 
 def _write_new(folder: Path, stem: str, number: int, text: str) -> None:
-    """Write a file that does not exist yet. The launcher may kill this process meanwhile, so no file has half of the text."""
+    """Write a file that does not exist yet.
+
+    The launcher may kill this process meanwhile, so the text is first written to a hidden file: no report is incomplete.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     aside = folder / f".{stem}.{os.getpid()}.{number}"
-    with os.fdopen(os.open(aside, flags, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-    while True:
-        path = folder / f"{stem}.{number}.json"
-        try:
-            os.link(aside, path)
-        except FileExistsError:
-            number += 1
-            continue
-        # This file system has no links.
-        except OSError:
+    try:
+        with os.fdopen(os.open(aside, flags, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+        while True:
+            path = folder / f"{stem}.{number}.json"
+            try:
+                os.close(os.open(path, flags, 0o600))  # take the name
+            except FileExistsError:
+                number += 1
+                continue
             os.replace(aside, path)
             return
-        aside.unlink()
-        return
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _stacks() -> str:

@@ -3,10 +3,10 @@
 A rank that times out in a collective does not know why: the cause is in the rank that did not come. That rank may notice
 nothing, and the launcher or MPI ends it as soon as the first rank has ended. So there are two steps:
 
-1. A rank with an uncaught `CollectiveTimeout` leaves a note in the folder that the processes of one user on a node share, and
-   waits before it ends (`let_silent_ranks_report`).
-2. The monitor of each rank looks for the note every second. If the note is there, and this rank has not reported a failure of
-   its own, the rank writes its report, with the stacks of its threads (`NoteWatch`).
+1. A rank with an uncaught `CollectiveTimeout`, or with an error that follows from one, leaves a note in the folder that the
+   processes of one user on a node share. Then the rank waits before it ends (`let_silent_ranks_report`).
+2. The monitor of each rank looks for the note every second. If the note is there, and this rank has not just reported a
+   failure of its own, the rank writes its report, with the stacks of its threads (`NoteWatch`).
 
 Ranks on other nodes do not see the note.
 """
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _LOOK_S = 1.0
 # The other ranks need one look to see the note, and then write a file.
 _WAIT_S = 2.5
+# A rank that failed less than this time ago has written its own report.
+_TOGETHER_S = 60.0
 # A rank that was killed while it waited has left its note. Notes that are older than this are removed.
 _OLD_S = 3600.0
 
@@ -50,10 +52,10 @@ class NoteWatch:
         self._note = note
 
     def look(self, _: float) -> None:
-        """If the note is there, write the report once, unless this rank has reported a failure of its own."""
+        """If the note is there, write the report once, unless this rank has just reported a failure of its own."""
         if self._note.exists() and not self.is_idle:
             self.is_idle = True
-            if not self._reporter.has_reported_failure:
+            if time.time() - self._reporter.failed_at > _TOGETHER_S:
                 self._reporter.write("another rank of this node timed out in a collective")
 
 
@@ -82,26 +84,27 @@ def let_silent_ranks_report(error: BaseException) -> None:
         _watch.is_idle = True  # this rank must not take its own note for another rank's
     # Ctrl-C ends the wait. If the note cannot be written, nobody reports, and the job must end in any case.
     with suppress(OSError, KeyboardInterrupt):
-        for other in note.parent.glob("timed-out-*"):
-            if other.stat().st_mtime < time.time() - _OLD_S:
-                other.unlink(missing_ok=True)
         note.touch()
         time.sleep(_WAIT_S)
-    with suppress(OSError):
-        note.unlink(missing_ok=True)
+    for old in note.parent.glob("timed-out-*"):
+        # Another rank may remove the same note at this moment.
+        with suppress(OSError):
+            if old == note or old.stat().st_mtime < time.time() - _OLD_S:
+                old.unlink()
 
 
 def _is_time_out(error: BaseException) -> bool:
     """Whether an error, or an error that it follows from, is a time-out of a collective."""
     earlier: BaseException | None = error
-    for _ in range(20):  # an error may be its own context
-        if earlier is None:
+    for _ in range(20):  # causes may form a cycle
+        # Ctrl-C while a time-out was handled is no time-out.
+        if not isinstance(earlier, Exception):
             return False
         # If a future of torch fails with our error, torch's DDP raises a RuntimeError with its text.
         is_text = type(earlier) is RuntimeError and f"{CollectiveTimeout.__name__}: " in text_of(earlier)
         if isinstance(earlier, CollectiveTimeout) or is_text:
             return True
-        earlier = earlier.__cause__ or earlier.__context__
+        earlier = earlier.__cause__ or (None if earlier.__suppress_context__ else earlier.__context__)
     return False
 
 

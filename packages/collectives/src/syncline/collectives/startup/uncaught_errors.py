@@ -55,6 +55,7 @@ _STARTS_WITHIN_S = 5.0
 _VAGUE_S = 1.0
 _LOCK_S = 1.0
 _LONGEST_LINE = 200
+_STDLIB, _INSTALLED = ("stdlib", "platstdlib"), ("purelib", "platlib")
 _STACK_IN_TEXT = "\n\nAt:\n"
 TRACEBACKS_VARIABLE = "SYNCLINE_FULL_TRACEBACKS"
 _IMPORTED_S = time.time()
@@ -119,10 +120,11 @@ class _OncePerNode:
             # Without a run, this rank has no name to print.
             sys.stderr.write(in_text(error, trace))
         else:
-            sys.stderr.write(last_words(f"[syncline] {run.who()}", "failed", error, trace).text)
-            # Not here: a hook of torch may have called this hook, and prints the text when this hook has returned. All ranks
-            # wait, because torchrun kills the others when the first rank ends.
+            # Wait at exit and not here: a hook of torch may have called this hook, and prints the text when this hook has
+            # returned. All ranks with a time-out wait, because torchrun kills the others when the first rank ends.
+            atexit.unregister(let_silent_ranks_report)  # the program may have called the hook before
             atexit.register(let_silent_ranks_report, error)
+            sys.stderr.write(last_words(f"[syncline] {run.who()}", "failed", error, trace).text)
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,8 @@ def also_failed(error: BaseException, trace: TracebackType | None) -> str:
             place = f", at {os.path.basename(frame.filename)}:{frame.lineno}"
     what = type(error).__name__
     if not isinstance(error, SynclineError):
-        what = " ".join(f"{what}: {error}".split())
+        with suppress(Exception):  # the error may have no text
+            what = " ".join(f"{what}: {error}".split())
     return f"failed, too{place}: {what if len(what) <= _LONGEST_LINE else f'{what[: _LONGEST_LINE - 3]}...'}"
 
 
@@ -214,8 +217,8 @@ def in_text(error: BaseException, trace: TracebackType | None) -> str:
     elif type(error) is RuntimeError and not shows_all and _STACK_IN_TEXT in text_of(error):
         shown = RuntimeError(_without_our_frames(text_of(error)))
         shown.__cause__ = error.__cause__
-        for note in getattr(error, "__notes__", ()):
-            shown.add_note(note)  # type: ignore[attr-defined]  # Python 3.10 has no notes
+        if hasattr(error, "__notes__"):
+            shown.__notes__ = error.__notes__  # type: ignore[attr-defined]  # Python 3.10 has no notes
     shown.__context__, shown.__suppress_context__ = error.__context__, error.__suppress_context__
     told = traceback.TracebackException(type(error), shown, trace)
     if not shows_all and _shorten(told, error):
@@ -228,8 +231,12 @@ def in_text(error: BaseException, trace: TracebackType | None) -> str:
 def _without_our_frames(text: str) -> str:
     """Leave out the lines of Syncline, torch and Python's library in a stack that torch has put behind an error's text."""
     text, _, stack = text.partition(_STACK_IN_TEXT)
-    libraries = [sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")]
-    kept = [line for line in stack.splitlines() if line and not (_is_inside(line.strip()) or _is_in(line.strip(), libraries))]
+    stdlib, others = ([sysconfig.get_path(name) + os.sep for name in names] for names in (_STDLIB, _INSTALLED))
+    kept = [
+        line
+        for line in stack.splitlines()
+        if line and not _is_inside(line.strip()) and (_is_in(line.strip(), others) or not _is_in(line.strip(), stdlib))
+    ]
     return text + (_STACK_IN_TEXT + "\n".join(kept) if kept else "")
 
 

@@ -18,7 +18,15 @@ from ...engine.cancel_scope import CancelScope
 from ...engine.device import Event
 from ...engine.engine_group import EngineGroup, members_of
 from ...engine.queue import Queue
-from ...errors import CollectiveTimeout, DisagreementError, InvalidArgumentError, MisuseError, SynclineError, TransportError
+from ...errors import (
+    CollectiveTimeout,
+    DisagreementError,
+    InvalidArgumentError,
+    MisuseError,
+    SynclineError,
+    TransportError,
+    with_details,
+)
 from ...group import ProcessGroup
 from ...health.agreement import History
 from ...health.monitor import call_now_and_then
@@ -94,8 +102,9 @@ class NcclGroup(EngineGroup):
     is N / `_COMPARED_EACH_TIME`, rounded up.
 
     With `check_calls`, the ranks compare each collective before it is issued instead. The CPU waits for this comparison, in the
-    call's turn. So all ranks must then issue the calls of all groups in one order. And a thread of a rank cannot send or
-    receive while another thread waits in a comparison.
+    call's turn. So all ranks must then issue the calls of all groups in one order. A send or receive of another thread waits
+    until the comparison is over. A failure of another rank ends the wait within a second if the ranks met in a store; if they
+    met in a host group, only the time limit or a lost rank ends it.
 
     Calls in a CUDA graph are compared at the capture, and not at a replay.
 
@@ -228,6 +237,16 @@ class NcclGroup(EngineGroup):
         self._check_usable(call.signature)
         if self._checks_calls and self.size > 1:
             self._check_same_call(call)
+            try:
+                return self._put(call, device, async_op)
+            # The call was recorded as running, but it is refused, or cannot be issued.
+            except BaseException:
+                call.is_over(FAILED)
+                raise
+        return self._put(call, device, async_op)
+
+    def _put(self, call: Call, device: torch.device, async_op: bool) -> tuple[StreamWork, bool]:
+        """As `_issue_in_turn`, after the comparison of the call."""
         link = self._connections.link_of_all_ranks(call.signature, device)
         plan = self._plans.get(call.signature) or self._make_plan(call.signature)
         assert isinstance(plan, NcclPlan)
@@ -472,13 +491,26 @@ class NcclGroup(EngineGroup):
                 raise different_calls(said)
         except SynclineError as error:
             call.is_over(FAILED)
-            if scope.reason is not None or not scope.is_over() or isinstance(error, DisagreementError):
+            # These errors name the call already.
+            if error is scope.reason or isinstance(error, DisagreementError):
                 raise FatalError(error) from error
-            late = CollectiveTimeout(
-                f"{call} on {self.place()} did not start within {self.timeout_s:g} s, because not all ranks came to the "
-                "comparison of calls (check_calls); look for a rank that died, left early, or computes for long"
-            )
-            raise FatalError(late) from error
+            what, why = f"{call} on {self.place()}", str(error).partition("\n")[0]
+            described: SynclineError
+            if scope.is_over():
+                described = CollectiveTimeout(
+                    with_details(
+                        f"{what}, did not start within {self.timeout_s:g} s, because not all ranks came to the comparison of "
+                        "calls (check_calls); look for a rank that died, left early, or computes for long",
+                        why,
+                    )
+                )
+            else:
+                described = error.reworded(f"the comparison of {what} (check_calls): {error}")
+            described.__cause__ = error
+            raise FatalError(described) from error
+        except BaseException:
+            call.is_over(FAILED)  # such as Ctrl-C
+            raise
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:

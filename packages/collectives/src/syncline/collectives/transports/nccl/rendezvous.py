@@ -19,7 +19,7 @@ from typing_extensions import override
 from ...engine.cancel_scope import CancelScope
 from ...engine.host_group import HostGroup
 from ...engine.tags import FIRST_NCCL_AGREEMENT, NCCL_AGREEMENTS, ReservedTag
-from ...errors import RankLostError, TransportError
+from ...errors import RankLostError, TransportError, with_details
 from ...group import ProcessGroup
 from ...health.agreement import Carrier
 from ...health.statements import MOST_TOLD, Statements
@@ -103,9 +103,11 @@ class Rendezvous(ABC):
             if error is scope.reason:
                 raise
             raise TransportError(
-                f"rank {sender} did not come to '{topic}' within {scope.timeout_s:g} s: {error}. NCCL connects at the first "
-                "collective on a GPU, and all ranks of a group must issue the same; look for a rank that died, or that has no "
-                "GPU"
+                with_details(
+                    f"rank {sender} did not come to '{topic}' within {scope.timeout_s:g} s: {error}",
+                    "NCCL connects at the first collective on a GPU, and all ranks of a group must issue the same; look for a "
+                    "rank that died, or that has no GPU",
+                )
             ) from error
 
     @abstractmethod
