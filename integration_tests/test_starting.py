@@ -113,10 +113,10 @@ def test_in_a_large_job_the_block_of_the_missing_rank_names_it(run_on: RunOn) ->
         """,
     )
     assert sorted(line for line in job.output.splitlines() if ": " in line and line[0].isdigit()) == [
-        "0: ranks 0, 1 came; other ranks name the missing ranks",
-        "1: ranks 0, 1 came; other ranks name the missing ranks",
+        "0: ranks 0, 1 came; the output of other ranks names the missing ranks",
+        "1: ranks 0, 1 came; the output of other ranks names the missing ranks",
         "2: rank 3 did not",
-        "4: rank 4 came; other ranks name the missing ranks",
+        "4: rank 4 came; the output of other ranks names the missing ranks",
     ], job.output
 
 

@@ -260,11 +260,11 @@ class _Meeting:
         if absent:
             return f"{ranks_in_words(absent)} did not"
         if self._rank not in self._listeners:
-            return f"the output of {ranks_in_words(self._listeners)} names the missing ranks, if they have come"
+            return f"the output of {ranks_in_words(self._listeners)} names the missing ranks, unless these are missing, too"
         # If the block is the whole job, all ranks have come. Then only another version's protocol can keep the requests open.
         if len(self._block) == self.communicator.Get_size():
             return "all have come, but one runs another version of Syncline"
-        return f"{ranks_in_words(self._block)} came; other ranks name the missing ranks, if they have come"
+        return f"{ranks_in_words(self._block)} came; the output of other ranks names the missing ranks"
 
     def _timed_out(self, timeout_s: float) -> str:
         return (
