@@ -75,11 +75,11 @@ def test_the_rank_that_hangs_says_where_before_the_job_ends(run_job: Callable[..
 
 
 TORCH_JOB = """
-    import os, sys, time
+    import sys, time
     from datetime import timedelta
     import torch
     import torch.distributed as dist
-    if "TORCHELASTIC_RUN_ID" in os.environ and "syncline" in sys.argv:
+    if sys.argv[1] == "syncline":
         import syncline.collectives.torch_backend
 
     def hang():

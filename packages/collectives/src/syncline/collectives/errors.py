@@ -58,6 +58,11 @@ def headline(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 
+def text_of(error: BaseException) -> str:
+    """Return the first argument of an error if it is a text, else an empty text. Unlike `str(error)`, this never fails."""
+    return error.args[0] if error.args and isinstance(error.args[0], str) else ""
+
+
 class SynclineError(RuntimeError):
     """Base class of every error that a Syncline package raises. A RuntimeError, as scripts for torch expect."""
 

@@ -27,7 +27,8 @@ from ..health.agreement import Agreement, Carrier
 from ..health.liveness import Liveness, note_run
 from ..health.recorder import CallCount, Recorder
 from ..health.report import Reporter, report_on_signal
-from .call import Signature
+from ..health.statements import different_calls
+from .call import Call, Signature
 from .cancel_scope import CancelScope
 from .failure import FailureWords
 from .queue import Queue, a_queue_runs_here, release_if_held
@@ -168,6 +169,16 @@ class EngineGroup(ProcessGroup, Inherited):
     def _agreed(self) -> Agreement:
         assert self._agreement is not None
         return self._agreement
+
+    def _check_same_call(self, call: Call, scope: CancelScope) -> None:
+        """Compare a call, with its shapes, before it runs: see the option `check_calls`. All ranks call this method.
+
+        Raises:
+            DisagreementError: the ranks call different collectives. All ranks raise this error.
+        """
+        said = self._agreed.same(call.words, scope)
+        if said is not None:
+            raise different_calls(said)
 
     # ---- failures ----
 

@@ -22,7 +22,6 @@ from ..health.leaving import GroupLeavers
 from ..health.liveness import Liveness
 from ..health.monitor import call_now_and_then, watch
 from ..health.stalls import StallWatch
-from ..health.statements import different_calls
 from ..tensors import checks
 from ..tensors.layout import empty_block, flat, in_plain_order, is_tracked, pack, unpack, untracked
 from ..torch_internals import modes_active
@@ -305,11 +304,6 @@ class HostGroup(EngineGroup):
         return self._transport.plan(signature)
 
     # ---- agreement ----
-
-    def _check_same_call(self, call: Call, scope: CancelScope) -> None:
-        said = self._agreed.same(call.words, scope)
-        if said is not None:
-            raise different_calls(said)
 
     def _check_same_splits(self, call: Call) -> None:
         """Check that the splits of all ranks match. Cost: an all-gather of two numbers for each pair of ranks."""

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import CollectiveTimeout, LaunchError
+from ..errors import CollectiveTimeout, LaunchError, text_of
 from ..health.liveness import current_run
 from ..health.monitor import call_now_and_then
 from .user_secret import private_folder
@@ -53,6 +53,7 @@ class NoteWatch:
 
     def look(self, _: float) -> None:
         """If the note is there, write the report once, unless this rank has just reported a failure of its own."""
+        # Look at `is_idle` last: this rank sets it before it leaves a note of its own.
         if self._note.exists() and not self.is_idle:
             self.is_idle = True
             if time.time() - self._reporter.failed_at > _TOGETHER_S:
@@ -106,11 +107,6 @@ def _is_time_out(error: BaseException) -> bool:
             return True
         earlier = earlier.__cause__ or (None if earlier.__suppress_context__ else earlier.__context__)
     return False
-
-
-def text_of(error: BaseException) -> str:
-    """Return the first argument of an error if it is a text, else an empty text. Unlike `str(error)`, this never fails."""
-    return error.args[0] if error.args and isinstance(error.args[0], str) else ""
 
 
 def _note() -> Path | None:

@@ -40,10 +40,11 @@ from ..errors import (
     SynclineError,
     TransportError,
     fitted,
+    text_of,
 )
 from ..health.liveness import Run, current_run, own_identity
 from .launch import process_manager
-from .silent_ranks import let_silent_ranks_report, text_of
+from .silent_ranks import let_silent_ranks_report
 from .user_secret import private_folder
 
 logger = logging.getLogger("syncline.collectives")
@@ -55,7 +56,6 @@ _STARTS_WITHIN_S = 5.0
 _VAGUE_S = 1.0
 _LOCK_S = 1.0
 _LONGEST_LINE = 200
-_STDLIB, _INSTALLED = ("stdlib", "platstdlib"), ("purelib", "platlib")
 _STACK_IN_TEXT = "\n\nAt:\n"
 TRACEBACKS_VARIABLE = "SYNCLINE_FULL_TRACEBACKS"
 _IMPORTED_S = time.time()
@@ -231,11 +231,11 @@ def in_text(error: BaseException, trace: TracebackType | None) -> str:
 def _without_our_frames(text: str) -> str:
     """Leave out the lines of Syncline, torch and Python's library in a stack that torch has put behind an error's text."""
     text, _, stack = text.partition(_STACK_IN_TEXT)
-    stdlib, others = ([sysconfig.get_path(name) + os.sep for name in names] for names in (_STDLIB, _INSTALLED))
+    stdlib, installed = _library_folders()
     kept = [
         line
         for line in stack.splitlines()
-        if line and not _is_inside(line.strip()) and (_is_in(line.strip(), others) or not _is_in(line.strip(), stdlib))
+        if line and not _is_inside(line.strip()) and (_is_in(line.strip(), installed) or not _is_in(line.strip(), stdlib))
     ]
     return text + (_STACK_IN_TEXT + "\n".join(kept) if kept else "")
 
@@ -266,9 +266,9 @@ def _shorten(told: traceback.TracebackException, error: BaseException) -> bool:
 def _reached_user(error: BaseException) -> bool:
     """Whether the traceback of the error begins in the user's code (which has caught the error), or has a frame there."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    libraries = [sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    stdlib, installed = _library_folders()
     return bool(files) and (
-        not _is_inside(files[0]) or any(not _is_inside(file) and not _is_in(file, libraries) for file in files)
+        not _is_inside(files[0]) or any(not _is_inside(file) and not _is_in(file, stdlib + installed) for file in files)
     )
 
 
@@ -296,6 +296,14 @@ def _syncline_folders() -> list[str]:
 
 def _torch_folders() -> list[str]:
     return [path + os.sep for path in getattr(sys.modules.get("torch"), "__path__", [])]
+
+
+def _library_folders() -> tuple[list[str], list[str]]:
+    """Return the folders of Python's own library, and those of installed packages. The latter may be inside the former."""
+    stdlib, installed = (
+        [sysconfig.get_path(name) + os.sep for name in names] for names in (("stdlib", "platstdlib"), ("purelib", "platlib"))
+    )
+    return stdlib, installed
 
 
 def _between() -> tuple[str, ...]:

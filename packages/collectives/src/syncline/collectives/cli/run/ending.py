@@ -82,14 +82,13 @@ class Ending:
                 _print(error)
                 if self._job.size > 1:
                     say(f"{self._job.who()} failed and ends the job")
-                let_silent_ranks_report(error)
             else:
                 say(f"{self._job.who()} {also_failed(error, error.__traceback__)}; {first}")
-                # Without MPI, the launcher may end all ranks as soon as this rank has ended.
-                if not self._has_mpi():
-                    let_silent_ranks_report(error)
-                else:
-                    time.sleep(_PATIENCE_S)  # the first rank ends the job meanwhile
+            if first is not None and self._has_mpi():
+                time.sleep(_PATIENCE_S)  # the first rank ends the job meanwhile
+            # Without MPI, the launcher may end all ranks as soon as one rank has ended, so each rank waits.
+            else:
+                let_silent_ranks_report(error)
         # End the job even if Ctrl-C interrupts the lines above, because the other ranks must not wait for this rank.
         finally:
             if self._has_mpi():

@@ -25,12 +25,12 @@ from ...errors import (
     MisuseError,
     SynclineError,
     TransportError,
+    headline,
     with_details,
 )
 from ...group import ProcessGroup
 from ...health.agreement import History
 from ...health.monitor import call_now_and_then
-from ...health.statements import different_calls
 from ...tensors.layout import is_tracked, untracked
 from ...work import FinishedWork, PendingWork, Work
 from .communicator import version_in_words
@@ -235,15 +235,18 @@ class NcclGroup(EngineGroup):
         Returns the work, and whether the call is on the stream.
         """
         self._check_usable(call.signature)
-        if self._checks_calls and self.size > 1:
-            self._check_same_call(call)
-            try:
-                return self._put(call, device, async_op)
-            # The call was recorded as running, but it is refused, or cannot be issued.
-            except BaseException:
-                call.is_over(FAILED)
-                raise
-        return self._put(call, device, async_op)
+        if not self._checks_calls or self.size == 1:
+            return self._put(call, device, async_op)
+        # Record the call before the comparison, so that reports show in which call the ranks differ or wait.
+        self._take_number(call)
+        self._begin(call)
+        try:
+            self._compare_before(call)
+            return self._put(call, device, async_op)
+        # The call differs, or it is refused, or cannot be put on the stream. It must not stay running in the record.
+        except BaseException:
+            call.is_over(FAILED)
+            raise
 
     def _put(self, call: Call, device: torch.device, async_op: bool) -> tuple[StreamWork, bool]:
         """As `_issue_in_turn`, after the comparison of the call."""
@@ -475,42 +478,33 @@ class NcclGroup(EngineGroup):
 
     # ---- agreement; see Note [Comparison over NCCL] ----
 
-    def _check_same_call(self, call: Call) -> None:
+    def _compare_before(self, call: Call) -> None:
         """Compare a call with the other ranks before it is issued. The CPU waits for the other ranks. Called in a turn.
 
         Raises:
             FatalError: the ranks call different collectives, or a rank did not come.
         """
-        # Record the call before the comparison, so that reports show in which call the ranks differ or wait.
-        self._take_number(call)
-        self._begin(call)
-        scope = CancelScope(self.timeout_s, lambda: self._in_flight.reason_not_to_come(f"{call} on {self.place()}"))
+        what = f"{call} on {self.place()}"
+        scope = CancelScope(self.timeout_s, lambda: self._in_flight.reason_not_to_come(what))
         try:
-            said = self._agreed.same(call.words, scope)
-            if said is not None:
-                raise different_calls(said)
+            self._check_same_call(call, scope)
         except SynclineError as error:
-            call.is_over(FAILED)
             # These errors name the call already.
             if error is scope.reason or isinstance(error, DisagreementError):
                 raise FatalError(error) from error
-            what, why = f"{call} on {self.place()}", str(error).partition("\n")[0]
             described: SynclineError
             if scope.is_over():
                 described = CollectiveTimeout(
                     with_details(
                         f"{what}, did not start within {self.timeout_s:g} s, because not all ranks came to the comparison of "
                         "calls (check_calls); look for a rank that died, left early, or computes for long",
-                        why,
+                        headline(error),
                     )
                 )
             else:
                 described = error.reworded(f"the comparison of {what} (check_calls): {error}")
             described.__cause__ = error
             raise FatalError(described) from error
-        except BaseException:
-            call.is_over(FAILED)  # such as Ctrl-C
-            raise
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
