@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.collectives import MisuseError, ProcessGroup, RoundRobinGroup
+from syncline.collectives import DisagreementError, MisuseError, ProcessGroup, RoundRobinGroup, Work
+from syncline.collectives.engine.composed import PerDeviceGroup
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import backend as in_process
+from syncline.collectives.work import FinishedWork, PendingWork
 
 
 def test_each_collective_goes_to_the_next_group() -> None:
@@ -44,6 +46,35 @@ def test_barriers_and_comparisons_of_calls_are_those_of_every_group() -> None:
     work.wait()
     assert asked == [(number, name) for name in ("barrier", "agree_on_calls") for number in range(3)]
     in_turn.close()
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_comparison_of_calls_fails_if_any_member_group_fails(async_op: bool) -> None:
+    groups = [in_process.connect(ConnectRequest(None, None, None, None, 5.0)) for _ in range(2)]
+
+    def finished(*, async_op: bool) -> Work:
+        return FinishedWork([])
+
+    def failed(*, async_op: bool) -> Work:
+        work = PendingWork([], lambda: "the comparison")
+        work.fail(DisagreementError("the second group's calls differ"))
+        if not async_op:
+            work.wait()
+        return work
+
+    groups[0].agree_on_calls = finished  # type: ignore[method-assign, assignment]
+    groups[1].agree_on_calls = failed  # type: ignore[method-assign, assignment]
+    groups[1]._device_types = frozenset({"cuda"})
+    for group in (RoundRobinGroup(groups), PerDeviceGroup({"cpu": groups[0], "cuda": groups[1]})):
+        with pytest.raises(DisagreementError, match="the second group's calls differ"):
+            waited(group.agree_on_calls(async_op=async_op))
+    groups[0].close()
+    groups[1].close()
+
+
+def waited(work: Work | None) -> None:
+    assert work is not None
+    work.wait()
 
 
 def groups_in_turn(group: ProcessGroup, number: int) -> RoundRobinGroup:

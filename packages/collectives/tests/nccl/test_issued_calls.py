@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +21,11 @@ from syncline.collectives.engine.tags import FIRST_NCCL_AGREEMENT, ReservedTag
 from syncline.collectives.group import ProcessGroup
 from syncline.collectives.health import agreement as history_verification
 from syncline.collectives.health.report import Reporter
+from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.testing.ranks import run_ranks
 from syncline.collectives.transports.nccl import group as group_module
-from syncline.collectives.transports.nccl import rendezvous
+from syncline.collectives.transports.nccl import library, rendezvous
+from syncline.collectives.transports.nccl.backend import NcclBackend
 from syncline.collectives.transports.nccl.connections import Connector
 from syncline.collectives.transports.nccl.group import NcclGroup
 from syncline.collectives.transports.nccl.work import StreamWork
@@ -251,6 +256,30 @@ def test_with_check_calls_groups_made_from_a_group_check_too() -> None:
         part.abort()
 
     run_on_fakes(2, body, check_calls=True)
+
+
+@OVER
+def test_the_backend_hands_check_calls_to_its_group(monkeypatch: pytest.MonkeyPatch, over_host_group: bool) -> None:
+    gpus, nccl, store = itertools.count(), FakeNccl(), dist.HashStore()
+    module = sys.modules[NcclBackend.__module__]  # the package exports the backend under the module's name
+    monkeypatch.setattr(library, "problem", lambda: None)
+    monkeypatch.setattr(library, "load", lambda: nccl)
+    monkeypatch.setattr(module, "CudaRuntime", lambda: FakeDevice(f"0000:{next(gpus):02x}:00.0"))
+    monkeypatch.setattr(module, "NcclGroup", NcclGroupOnFakes)
+    # All ranks of this test are threads of one process, but the number in the keys counts the connections of a process.
+    monkeypatch.setattr(module, "_connection_numbers", itertools.repeat(0))
+
+    def body(outer: ProcessGroup) -> None:
+        request = ConnectRequest(None, outer.rank, outer.size, None, PATIENCE_S, check_calls=True)
+        request = replace(request, host_group=outer) if over_host_group else replace(request, store=store)
+        group = NcclBackend().connect(request)
+        tensor = torch.full((4 + group.rank,), 7.0)
+        with pytest.raises(DisagreementError, match=r"rank 1: all_reduce\(float32\[5\], op=SUM\)"):
+            group.all_reduce(tensor)
+        assert tensor.eq(7).all()
+        group.abort()
+
+    run_ranks(2, body)
 
 
 def test_with_check_calls_a_rank_that_does_not_come_is_named_with_the_call() -> None:

@@ -93,6 +93,13 @@ class DelegatingGroup(ProcessGroup):
         issue = partial(group._issue, signature, reads, writes, async_op)
         return shown(group, signature.name, [*writes, *reads], issue, is_async=async_op)
 
+    @override
+    def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
+        """Compare the calls of each member group separately."""
+        works = [work for group in self._all if (work := group.agree_on_calls(async_op=async_op)) is not None]
+        # If no group returns a work, no group compares anything, or groups over NCCL compare on another thread.
+        return self._together(works, "agree_on_calls", async_op) if works else None
+
     def _all_reduce_sparse(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
         # One group carries out the whole reduction, also the calls that it issues from callbacks.
         return self._choose(tensor.device.type).all_reduce(tensor, op, async_op=async_op)
@@ -157,13 +164,6 @@ class PerDeviceGroup(DelegatingGroup):
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
         """As `ProcessGroup.algorithm_of`, of the member group that serves the tensor's device."""
         return self._choose(tensor.device.type).algorithm_of(name, tensor)
-
-    @override
-    def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
-        works = [work for group in self._all if (work := group.agree_on_calls(async_op=async_op)) is not None]
-        # With `async_op=False`, all comparisons are over here. With True, a group over NCCL returns None, so usually only the
-        # host's group returns a work. (If another group does, too, a difference there still ends that group.)
-        return works[0] if works else None
 
     def _choose(self, device_type: str) -> ProcessGroup:
         return self.groups[device_type]
@@ -260,12 +260,6 @@ class RoundRobinGroup(DelegatingGroup):
     def describe(self) -> str:
         r"""Return the number of member groups, and a description of the first member group."""
         return f"{len(self.groups)} groups in turn: {self.groups[0].describe()}"
-
-    @override
-    def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
-        """Compare the calls of each member group separately."""
-        works = [work for group in self.groups if (work := group.agree_on_calls(async_op=True)) is not None]
-        return self._together(works, "agree_on_calls", async_op) if works else None
 
     def _choose(self, device_type: str) -> ProcessGroup:  # noqa: ARG002 - turns do not depend on it
         if self.is_in_callback():
