@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from pathlib import Path
@@ -122,7 +123,43 @@ def test_no_rank_waits_after_another_error(monkeypatch: pytest.MonkeyPatch, note
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("this error is no time-out"))
     let_silent_ranks_report(RankLostError("rank 1 is gone", [1]))
     let_silent_ranks_report(ValueError("of the script"))
+    let_silent_ranks_report(ValueError("of the script"), failed_first=False)
     assert not note.exists()
+
+
+@pytest.mark.parametrize("error", [TransportError("closed by a peer"), RuntimeError("in a callback: TransportError: closed")])
+def test_a_rank_that_failed_later_waits_until_the_first_rank_has_waited(
+    monkeypatch: pytest.MonkeyPatch, note: Path, error: Exception
+) -> None:
+    seen: list[bool] = []
+
+    def first_rank(_: float) -> None:
+        seen.append(note.exists())
+        # The first rank leaves its note after three looks, and removes it after two more.
+        if len(seen) == 3:
+            note.touch()
+        if len(seen) == 5:
+            note.unlink()
+
+    monkeypatch.setattr(silent_ranks, "_NOTE_S", 0.0)
+    monkeypatch.setattr(time, "sleep", first_rank)
+    let_silent_ranks_report(error, failed_first=False)
+    assert seen == []
+    monkeypatch.setattr(silent_ranks, "_NOTE_S", 60.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0 if len(seen) < 5 else 61.0)
+    let_silent_ranks_report(error, failed_first=False)
+    assert seen == [False, False, False, True, True]
+
+
+def test_a_rank_that_failed_later_waits_for_a_note_that_stays_only_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, note: Path
+) -> None:
+    note.touch()
+    now_s = itertools.count()
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(now_s)))
+    let_silent_ranks_report(TransportError("closed by a peer"), failed_first=False)
+    assert note.exists()  # the note belongs to the other rank
 
 
 def test_no_rank_waits_if_reports_are_off(monkeypatch: pytest.MonkeyPatch, note: Path) -> None:

@@ -4,7 +4,8 @@ A rank that times out in a collective does not know why: the cause is in the ran
 nothing, and the launcher or MPI ends it as soon as the first rank has ended. So there are two steps:
 
 1. A rank with an uncaught `CollectiveTimeout`, or with an error that follows from one, leaves a note in the folder that the
-   processes of one user on a node share. Then the rank waits before it ends (`let_silent_ranks_report`).
+   processes of one user on a node share. Then the rank waits before it ends (`let_silent_ranks_report`). A rank that fails
+   because the first rank has closed its connections waits as long as the first rank.
 2. The monitor of each rank looks for the note every second. If the note is there, and this rank has not just reported a
    failure of its own, the rank writes its report, with the stacks of its threads (`NoteWatch`).
 
@@ -18,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import CollectiveTimeout, LaunchError, text_of
+from ..errors import CollectiveTimeout, LaunchError, SynclineError, TransportError, text_of
 from ..health.liveness import current_run
 from ..health.monitor import call_now_and_then
 from .user_secret import private_folder
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 _LOOK_S = 1.0
 # The other ranks need one look to see the note, and then write a file.
 _WAIT_S = 2.5
+# A rank that fails after another rank waits this long for the other rank's note.
+_NOTE_S = 1.0
 # A rank that failed less than this time ago has written its own report.
 _TOGETHER_S = 60.0
 # A rank that was killed while it waited has left its note. Notes that are older than this are removed.
@@ -72,14 +75,23 @@ def watch_for_note(reporter: Reporter | None) -> None:
         call_now_and_then(_watch)
 
 
-def let_silent_ranks_report(error: BaseException) -> None:
-    """If an uncaught error is a time-out, wait 2.5 seconds, so that the silent ranks of this node can write their reports."""
-    if not _is_time_out(error):
+def let_silent_ranks_report(error: BaseException, *, failed_first: bool = True) -> None:
+    """If an uncaught error is a time-out, wait 2.5 seconds, so that the silent ranks of this node can write their reports.
+
+    `failed_first` says whether this rank failed before the other ranks of the node. If not, and if `error` is about the
+    connection to other ranks, wait as long as another rank of the node waits.
+    """
+    is_time_out = _comes_from(error, CollectiveTimeout)
+    if not is_time_out and (failed_first or not _comes_from(error, TransportError)):
         return
     from ..health.report import report_folder  # here, because this loads torch
 
     note = _note()
     if note is None or not report_folder():
+        return
+    if not is_time_out:
+        with suppress(OSError, KeyboardInterrupt):
+            _wait_for_other(note)
         return
     if _watch is not None:
         _watch.is_idle = True  # this rank must not take its own note for another rank's
@@ -94,16 +106,23 @@ def let_silent_ranks_report(error: BaseException) -> None:
                 old.unlink()
 
 
-def _is_time_out(error: BaseException) -> bool:
-    """Whether an error, or an error that it follows from, is a time-out of a collective."""
+def _wait_for_other(note: Path) -> None:
+    """Wait until another rank has left its note and removed it again. Without a note, wait `_NOTE_S` seconds."""
+    began_s = time.monotonic()
+    while (waited_s := time.monotonic() - began_s) < _NOTE_S + _WAIT_S and (note.exists() or waited_s < _NOTE_S):
+        time.sleep(0.05)
+
+
+def _comes_from(error: BaseException, kind: type[SynclineError]) -> bool:
+    """Whether an error, or an error that it follows from, is of this kind."""
     earlier: BaseException | None = error
     for _ in range(20):  # causes may form a cycle
-        # Ctrl-C while a time-out was handled is no time-out.
+        # Ctrl-C while such an error was handled is another reason.
         if not isinstance(earlier, Exception):
             return False
         # If a future of torch fails with our error, torch's DDP raises a RuntimeError with its text.
-        is_text = type(earlier) is RuntimeError and f"{CollectiveTimeout.__name__}: " in text_of(earlier)
-        if isinstance(earlier, CollectiveTimeout) or is_text:
+        is_text = type(earlier) is RuntimeError and f"{kind.__name__}: " in text_of(earlier)
+        if isinstance(earlier, kind) or is_text:
             return True
         earlier = earlier.__cause__ or (None if earlier.__suppress_context__ else earlier.__context__)
     return False

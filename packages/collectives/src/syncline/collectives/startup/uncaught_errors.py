@@ -120,11 +120,12 @@ class _OncePerNode:
             # Without a run, this rank has no name to print.
             sys.stderr.write(in_text(error, trace))
         else:
+            last = last_words(f"[syncline] {run.who()}", "failed", error, trace)
             # Wait at exit and not here: a hook of torch may have called this hook, and prints the text when this hook has
             # returned. All ranks with a time-out wait, because torchrun kills the others when the first rank ends.
             atexit.unregister(let_silent_ranks_report)  # the program may have called the hook before
-            atexit.register(let_silent_ranks_report, error)
-            sys.stderr.write(last_words(f"[syncline] {run.who()}", "failed", error, trace).text)
+            atexit.register(let_silent_ranks_report, error, failed_first=last.is_all)
+            sys.stderr.write(last.text)
 
 
 @dataclass(frozen=True)

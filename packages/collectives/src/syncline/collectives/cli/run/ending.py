@@ -88,7 +88,7 @@ class Ending:
                 time.sleep(_PATIENCE_S)  # the first rank ends the job meanwhile
             # Without MPI, the launcher may end all ranks as soon as one rank has ended, so each rank waits.
             else:
-                let_silent_ranks_report(error)
+                let_silent_ranks_report(error, failed_first=first is None)
         # End the job even if Ctrl-C interrupts the lines above, because the other ranks must not wait for this rank.
         finally:
             if self._has_mpi():
