@@ -17,9 +17,12 @@ from .preloaded import PreloadedPython
 
 
 def pytest_collection_finish() -> None:
-    """Freeze all loaded objects. Then a collection of garbage in a test, as by the reducer, need not search all of torch."""
+    """Prepare this process, and the processes that tests start."""
+    # Freeze all loaded objects. Then a collection of garbage in a test, as by the reducer, need not search all of torch.
     gc.collect()
     gc.freeze()
+    # Many tests make a rank fail. The failure must not leave a folder with reports beside the tests.
+    os.environ.setdefault("SYNCLINE_REPORT_DIR", "")
     # torch 2.10, built for CUDA, on a machine without a GPU: its compiler gets a device that belongs to the calling thread, and
     # crashes when this thread has ended. A fork with this device could not run a backward.
     if hasattr(torch._C, "_ensureCUDADeviceGuardSet") and not torch.cuda.is_available():

@@ -6,6 +6,7 @@ import os
 import pickle
 import select
 import signal
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +28,10 @@ def in_fork(body: Callable[[], Any]) -> Any:
         try:
             os.close(read)
             os.write(write, pickle.dumps(answer_of(body)))
+        except BaseException:  # noqa: BLE001 - the fork must not go on with the tests
+            traceback.print_exc()
         finally:
-            os._exit(0)  # the fork must not go on with the tests
+            os._exit(0)
     os.close(write)
     try:
         answer = b""
@@ -42,9 +45,9 @@ def in_fork(body: Callable[[], Any]) -> Any:
             raise ForkedError(f"the fork hung for {LIMIT_S:g} s")
     finally:
         os.close(read)
-        os.waitpid(child, 0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if not answer:
-        raise ForkedError("the fork ended without an answer")
+        raise ForkedError(f"the fork ended without an answer, with status {status}")
     return pickle.loads(answer)
 
 

@@ -261,7 +261,6 @@ def test_with_check_calls_groups_made_from_a_group_check_too() -> None:
 @OVER
 def test_the_backend_hands_check_calls_to_its_group(monkeypatch: pytest.MonkeyPatch, over_host_group: bool) -> None:
     gpus, nccl, store = itertools.count(), FakeNccl(), dist.HashStore()
-    monkeypatch.setenv("SYNCLINE_REPORT_DIR", "")  # no folder of reports beside the tests
     module = sys.modules[NcclBackend.__module__]  # the package exports the backend under the module's name
     monkeypatch.setattr(library, "problem", lambda: None)
     monkeypatch.setattr(library, "load", lambda: nccl)
