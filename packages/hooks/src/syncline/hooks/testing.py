@@ -48,7 +48,7 @@ class FakeBucket:
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Let `buffer()` and `gradients()` return another buffer, and its views."""
+        """Replace the buffer: `buffer()` then returns the new one, and `gradients()` returns views of it."""
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:

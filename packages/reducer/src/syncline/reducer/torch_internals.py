@@ -57,7 +57,7 @@ _current_graph_task_id: Callable[[], int] = getattr(
 def current_backward() -> int:
     """Return the number of the backward on this thread. An inner backward has its own number.
 
-    If torch lacks this number, each call returns a new number.
+    If this version of torch does not number its backwards, each call returns a new number.
     """
     return _current_graph_task_id()
 

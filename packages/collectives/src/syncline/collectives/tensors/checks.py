@@ -228,7 +228,7 @@ def not_times(large: torch.Tensor, small: torch.Tensor, size: int, what: str) ->
 
 
 def no_size(numel: object, dtype: object) -> str | None:
-    """Return an error text if a flat tensor of `numel` elements of `dtype` cannot exist."""
+    """Return an error text if torch cannot make a flat tensor of `numel` elements of `dtype`, otherwise None."""
     if not isinstance(dtype, torch.dtype):
         return f"expected a torch.dtype, found {dtype!r}"
     if not is_integer(numel) or not 0 <= cast(int, numel) * dtype.itemsize < 2**63:

@@ -37,13 +37,14 @@ from ..work import AnyFuture, FinishedWork, TensorsFuture, Work
 
 
 class Seen(NamedTuple):
-    """The form in which a tool sees a call.
+    """The arguments with which a dispatch mode of torch sees a call of a collective.
 
     Attributes:
         operator: the functional operator's name.
         inputs: the tensors that the call reads.
         outputs: the tensors that the call overwrites, one for each input.
-        words: the operator's arguments between the tensors and the group's name. If one of them is None, no tool sees the call.
+        words: the operator's arguments between the tensors and the group's name. If one of these arguments is None, no mode
+            sees the call.
         gathers: the required ratio of an output's size to its input's size; None: not checked.
         scatters: the required ratio of an input's size to its output's size; None: not checked.
     """

@@ -94,7 +94,7 @@ class Rendezvous(ABC):
 
         Raises:
             TransportError: the payload did not come in time.
-            BaseException: the reason with which the scope was cancelled.
+            BaseException: `scope` was cancelled; this is the exception that was given as the reason.
         """
         try:
             return self._receive(topic, to, sender, scope)
