@@ -143,8 +143,8 @@ def placement(device_ids: Sequence[Any] | None, output_device: Any, parameters: 
     """Return the device to which forwards move their inputs. None: inputs stay on their devices.
 
     Raises:
-        InvalidArgumentError: `device_ids` is given, but is not exactly the module's device, or the module is on the CPU or on
-            several devices. Or `output_device` is another device, or is given without `device_ids`.
+        InvalidArgumentError: `device_ids` is given, but the module is on the CPU or on several devices, or `device_ids` does
+            not name the module's only device. Or `output_device` is another device, or is given without `device_ids`.
     """
     devices = sorted({str(parameter.device) for parameter in parameters})
     # An empty list means the same as None, as in torch.

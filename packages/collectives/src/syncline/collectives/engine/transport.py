@@ -159,7 +159,10 @@ class Transport(ABC):
         return None
 
     def status_post(self) -> StatusPost | None:
-        """Return an object that sends short texts to rank 0 for stall warnings, even while a collective runs, or None."""
+        """Return an object that sends short texts to rank 0 for stall warnings, even while a collective runs.
+
+        Return None if the transport has no such object. Then rank 0 logs no stall warnings.
+        """
         return None
 
     def give_up(self) -> None:  # noqa: B027 - most libraries have no way to say it

@@ -52,7 +52,7 @@ _TAGS = 32_767  # MPI guarantees at least this many
 class MPITransport(LibraryTransport):
     """Carries out collectives with MPI.
 
-    MPI itself does most collectives and reductions. Without MPI's reductions, this class does:
+    MPI itself does most collectives and reductions. This class itself does the following reductions:
 
     - float16 and bfloat16, because MPI has no portable type for them;
     - sums of small integers, and MIN and MAX of floats (see `mpi_reduction`);

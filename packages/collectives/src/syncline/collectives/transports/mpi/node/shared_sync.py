@@ -155,7 +155,7 @@ class ShmBarrier:
     def give_up(self) -> None:
         """Tell all ranks that this rank does not come to the barrier any more. Any thread may call this method.
 
-        If this rank still waits at its latest arrival, the arrival is taken back.
+        If this rank has arrived and still waits for other ranks, its arrival does not count any more.
         """
         self._has_given_up = True
         # A mark is the negative number of an arrival to which this rank does not come. Ranks may still wait for an earlier
