@@ -72,14 +72,14 @@ class Plan(ABC):
 
 
 class Transport(ABC):
-    """Moves the tensors of one group. `HostGroup` makes a process group out of a transport.
+    """Moves the tensors of one group, by calls of one library. Write a subclass to add a backend.
 
-    `HostGroup` runs one plan at a time, on any thread. Any thread may call `start_send` and `start_recv`, also while a
-    collective runs.
+    `HostGroup` wraps a transport as a process group. It runs one plan at a time, on any thread. Any thread may call
+    `start_send` and `start_recv`, also while a collective runs.
 
-    For a library with blocking collectives on host memory, write a subclass of `LibraryTransport`.
+    For a library with blocking collectives on host memory, write a subclass of `LibraryTransport` instead.
 
-    Five methods end something. Threads that are woken get an error from their wait::
+    Five methods end calls, or the transport. Some of them wake threads: the wait of such a thread then raises an error::
 
         method            who calls it                                           may block   who is woken, if the library can
         give_up           `HostGroup`, when a call has failed                    no          other ranks
@@ -89,8 +89,8 @@ class Transport(ABC):
         close             `HostGroup`, when no call is in flight                 yes         nobody
         leave_to_parent   `HostGroup`, in a forked child                         no          nobody
 
-    The classes that connect the ranks again after a loss also call `interrupt` and `abort`, for the transport that they replace
-    or cannot use.
+    When ranks are lost, Syncline connects the remaining ranks by a new transport. Then it also calls `interrupt` and `abort` of
+    the old transport, and of a new transport that could not connect all ranks.
     """
 
     #: The registry's name of the backend, such as "mpi".
@@ -104,9 +104,9 @@ class Transport(ABC):
 
     @property
     def compares_every_call(self) -> bool:
-        """Whether the ranks compare each call before the call runs. The same on all ranks.
+        """Whether this transport compares the ranks' calls before each call runs. The value is the same on all ranks.
 
-        If false, the group compares the calls later.
+        If False, `HostGroup` compares the calls later: a call may run although the ranks disagree.
         """
         return False
 
@@ -118,7 +118,7 @@ class Transport(ABC):
 
     @abstractmethod
     def plan(self, signature: Signature) -> Plan:
-        """Make the plan for calls of this signature. The method does not communicate.
+        """Return a plan that can run all calls of this signature. The method does not communicate.
 
         All plans of a signature must send and receive the same messages, because one rank may use an old plan while another
         rank uses a new plan.
@@ -139,56 +139,69 @@ class Transport(ABC):
 
     @abstractmethod
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
-        """Begin to send a flat, contiguous tensor. The method must not wait for the receiver."""
+        """Begin to send a flat, contiguous tensor to rank `dst`. The method must not wait for the receiver."""
 
     @abstractmethod
     def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
-        """Begin to receive into a flat, contiguous tensor, from any rank if `src` is None."""
+        """Begin to receive a message into a flat, contiguous tensor. The method must not wait for the sender.
+
+        The message comes from rank `src`, or from any rank if `src` is None. The sender has passed the same `tag`.
+        """
 
     # ---- life ----
 
     @abstractmethod
     def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
-        """Make a transport between the ranks `members`, in this order. Only these ranks call this method.
+        """Return a transport for a group of some of the ranks. Only the ranks `members` call this method.
 
-        `name` and `number` (0 or above) are the same on all members. No two open subsets have the same name.
+        The first rank in `members` becomes rank 0 of the new transport, and so on. All members pass the same `name` and the
+        same `number` (0 or above). While a subset is open, no other subset gets its name.
         """
 
     def meeting_store(self) -> dist.Store | None:
-        """As [`ProcessGroup.meeting_store`][syncline.collectives.ProcessGroup.meeting_store]."""
+        """Return the store in which the ranks found each other, or None if there is no store.
+
+        See [`ProcessGroup.meeting_store`][syncline.collectives.ProcessGroup.meeting_store].
+        """
         return None
 
     def status_post(self) -> StatusPost | None:
-        """Return an object that sends short texts to rank 0 for stall warnings, even while a collective runs.
+        """Return an object that sends short texts to rank 0, also while a collective runs.
 
-        Return None if the transport has no such object. Then rank 0 logs no stall warnings.
+        Rank 0 makes stall warnings from these texts. If the result is None, the group gives no stall warnings.
         """
         return None
 
     def give_up(self) -> None:  # noqa: B027 - most libraries have no way to say it
-        """Tell the waiting ranks, if the library can, that this rank's call has failed. This method must not block."""
+        """Tell the other ranks that this rank's call has failed, so that they need not wait until their time limit.
+
+        If the library cannot tell them, do nothing. This method must not block.
+        """
 
     # See Note [Forks] in `forks`.
     def leave_to_parent(self) -> None:  # noqa: B027 - most objects can be dropped
-        """Drop the library's objects without freeing them, in a forked child: they belong to the parent process."""
+        """In a forked child, drop the library's objects without freeing them, because they belong to the parent process."""
 
     def lost_ranks(self) -> Sequence[int]:
         """Return the ranks that have failed, as far as the library knows. This method must not block."""
         return ()
 
     def interrupt(self) -> None:  # noqa: B027 - most libraries return by themselves
-        """Make the library end the call that runs on another thread, with an error. This method may block.
+        """End the call that runs on another thread, if the library can. That call then raises an error.
 
-        The group starts no call afterwards.
+        This method may block. Afterwards the group starts no call.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Release all connections and memory. The caller makes sure that no call is in flight."""
+        """Release all connections and memory, when the group closes in order. No call is in flight."""
 
     @abstractmethod
     def abort(self) -> None:
-        """End the waits of other ranks and other threads as soon as possible. This method must not block."""
+        """End the waits of other ranks and other threads as soon as possible, if the library can. Those waits raise an error.
+
+        This method must not block, so it need not release memory or connections.
+        """
 
 
 class LibraryTransport(Transport):

@@ -67,7 +67,10 @@ class ConnectRequest:
 
     @classmethod
     def from_settings(cls, settings: Settings, environ: Mapping[str, str], timeout_s: float, **given: Any) -> ConnectRequest:
-        """Make a request. Fields in `given` override environment variables, and these override the site's settings."""
+        """Make a request from the site's settings, the environment variables, and the fields in `given`.
+
+        Environment variables override the site's settings. Fields in `given` override both.
+        """
         said = {
             "reproducible": settings.reproducible,
             "thresholds": settings.thresholds.overridden(environ),
@@ -78,7 +81,7 @@ class ConnectRequest:
         return cls(timeout_s=timeout_s, **{**said, **given})
 
     def wants(self, device_type: str) -> bool:
-        """Whether `devices` includes this type of device. True if `devices` is None."""
+        """Whether the group will get tensors on devices of this type, such as "cuda". Always True if `devices` is None."""
         return self.devices is None or device_type in self.devices
 
 

@@ -19,23 +19,23 @@ _GRACE_S = 5.0
 
 
 def run_ranks(world_size: int, body: Callable[..., T], *args: Any, timeout_s: float = 60.0) -> list[T]:
-    """Run `body(group, *args)` on every rank of a new group. Each rank has its own thread.
+    """Test a function on several ranks in one process: run `body(group, *args)` on every rank of a new group.
 
-    When one rank raises an error, the group is aborted, so that the other ranks end, too. Then `run_ranks` raises this first
-    error, with a note that names the rank.
+    Each rank has its own thread. When one rank raises an error, the group is aborted, so that the other ranks end, too. Then
+    `run_ranks` raises this first error, with a note that names the rank.
 
     Args:
         world_size: the number of ranks.
         body: called with the rank's group, then `args`. All ranks share the process, so give each rank its own tensors and
             models.
         args: more arguments of `body`; every rank gets the same objects.
-        timeout_s: time limit of the whole run, in seconds. A collective has nine tenths of this limit.
+        timeout_s: the time limit of the whole run, in seconds. The time limit of each collective is nine tenths of it.
 
     Returns:
-        The results of the body, in the order of the ranks.
+        The results of `body`, in the order of the ranks.
 
     Raises:
-        TimeoutError: a rank did not return in time. The message has the rank's stack. The rank's thread goes on.
+        TimeoutError: a rank did not return in time. The message shows this rank's stack. The rank's thread is not ended.
     """
     groups = create_groups(world_size, name="ranks", timeout_s=0.9 * timeout_s)
     ranks = _Ranks([_Rank(group, body, args) for group in groups])

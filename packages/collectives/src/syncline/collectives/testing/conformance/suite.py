@@ -57,12 +57,15 @@ CHECKS: dict[str, Check] = {
 
 
 def run_conformance(make_group: Callable[[], ProcessGroup]) -> None:
-    """Run all checks, each on a new group, which is closed after the check. Every rank must call this function.
+    """Check that the groups of a backend behave as Syncline requires. Every rank must call this function.
 
-    `make_group` makes a new group of the same ranks. All ranks call it together, so it may communicate.
+    Each check gets a new group, which is closed afterwards.
+
+    Args:
+        make_group: returns a new group of the same ranks. All ranks call `make_group` together, so it may communicate.
 
     Raises:
-        CheckError: a check failed. The message names the check, and the cause is the check's error. The group was aborted.
+        CheckError: a check failed. The message names the check, and `__cause__` is the check's error. The group was aborted.
     """
     for name, check in {**CHECKS, "refuses calls after close": refusals.after_close}.items():
         group = make_group()
