@@ -75,20 +75,20 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     Args:
         module: the module. Every backward must compute a gradient for every trainable parameter, unless
             `find_unused_parameters` or `static_graph` is True.
-        device_ids: a list with the module's device. A forward moves its inputs to this device. None: inputs stay on their
-            devices. For a module on the CPU, pass None.
+        device_ids: a list with one entry, the module's device. A forward moves its inputs to this device. None: inputs stay on
+            their devices. For a module on the CPU, pass None.
         output_device: deprecated; None, or the device in `device_ids`.
         dim: deprecated; must be 0.
-        broadcast_buffers: deprecated; whether to broadcast buffers at construction and at the start of each forward. Has no
-            effect if `forward_sync_buffers` is given.
+        broadcast_buffers: deprecated; whether to broadcast buffers at construction and in forwards. Has no effect if
+            `forward_sync_buffers` is given.
         init_sync: whether the constructor compares the modules of all ranks and copies rank 0's state to all ranks. Pass False
             only if the modules are equal.
         process_group: a group of Syncline or of torch.distributed. None: Syncline's default group, or else torch's. If there is
             no default group, the constructor calls Syncline's `init_process_group()`.
         bucket_cap_mb: the approximate size of a bucket of gradients in MiB. None: 25, but 1 for the first bucket. "auto": DDP
             measures about ten steps, then chooses sizes; see `tuned_bucket_cap_mb`.
-        find_unused_parameters: True: a backward need not reach all parameters, and different ranks may reach different
-            parameters. A parameter that no rank reaches keeps its previous `grad`.
+        find_unused_parameters: True: a backward need not compute gradients for all parameters, and ranks may differ in these
+            parameters. A parameter for which no rank computes a gradient keeps its previous `grad`.
         check_reduction: deprecated; has no effect.
         gradient_as_bucket_view: True makes each `parameter.grad` a view of its bucket. This saves one copy of all gradients, in
             time and in memory. Do not call `detach_()` on these gradients.
@@ -100,13 +100,14 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             `delay_all_reduce_named_params`.
         mixed_precision: a `MixedPrecision` of Syncline or of torch.
         device_mesh: a one-dimensional mesh, in place of `process_group`.
-        skip_all_reduce_unused_params: do not reduce a bucket if no rank uses a parameter of this bucket. Requires
+        skip_all_reduce_unused_params: do not reduce a bucket if no rank uses any parameter of this bucket. Requires
             `find_unused_parameters`.
         bucket_cap_mb_list: the sizes in MiB of the first, second, ... bucket, in place of `bucket_cap_mb`. All further buckets
             have the last size.
         batched_grad_copy: has no effect.
-        forward_sync_buffers: whether to broadcast buffers at the start of each forward. If True or False is given, buffers are
-            also broadcast at construction (unless `init_sync` is False).
+        forward_sync_buffers: whether forwards broadcast buffers; see `forward`. None: the same as True, unless
+            `broadcast_buffers` is False. If True or False is given, the constructor also broadcasts buffers (unless `init_sync`
+            is False).
         lazy_bucket_allocation: an argument of torch 2.15. True only causes a warning.
 
     If `init_sync` is True, the constructor is a collective: two all_reduces of 16 bytes, and broadcasts of the module's state
@@ -115,8 +116,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     Raises:
         MisuseError: a parameter or buffer is uninitialised, is sparse, is on a device that the group's backend cannot use, or
-            has elements that share memory. Or no parameter requires a gradient. Or a SyncBatchNorm of torch in the module would
-            use only this rank's batch.
+            has elements that share memory. Or no parameter requires a gradient. Or the module has a SyncBatchNorm of torch
+            while torch.distributed is not initialised: this layer would use only this rank's batch.
         DisagreementError: on all ranks, if modules or arguments differ between ranks. The text names the first difference. If
             one rank raises a `MisuseError`, the other ranks raise a `DisagreementError` that names this rank and its error.
         InvalidArgumentError: an argument is wrong, or two arguments contradict each other.
@@ -222,7 +223,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """Whether a forward gives all ranks the same buffers."""
+        """Whether forwards synchronise the buffers, so that all ranks compute with the same buffers. See `forward`.
+
+        If you assign a value, do so on every rank, between the same forwards.
+        """
         return self._buffer_sync.enabled
 
     @forward_sync_buffers.setter
@@ -231,7 +235,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """The older name of `forward_sync_buffers`."""
+        """The same value as `forward_sync_buffers`, under its older name."""
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter
@@ -240,7 +244,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """If True, the backward of a forward that begins now averages gradients. `no_sync` sets this to False."""
+        """Whether the backward of the next forward averages gradients. `no_sync` sets this to False.
+
+        If False, this backward only adds to this rank's gradients.
+        """
         return self._requires_grad_sync
 
     @require_backward_grad_sync.setter
@@ -255,8 +262,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
         The backward averages gradients over the ranks, unless the forward runs inside `no_sync`.
 
-        With `forward_sync_buffers`, the first forward broadcasts buffers. As in torch, a later forward does so only if the
-        backward of the previous forward averages gradients.
+        If `forward_sync_buffers` is True, the first forward begins with a broadcast of rank 0's buffers. As in torch, a later
+        forward broadcasts buffers only if the backward of the previous forward averages gradients.
         """
         has_backward = torch.is_grad_enabled()
         will_reduce = has_backward and self.require_backward_grad_sync
@@ -412,14 +419,15 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context for gradient accumulation: the backwards of its forwards only add to this rank's gradients.
+        """A context for gradient accumulation: add gradients up on each rank, without averaging them over the ranks.
 
-        These backwards do not communicate. The backward of the first forward after the context averages the accumulated
-        gradients. Contexts may be nested.
+        Run forward and backward inside the context for all micro-batches but the last. Run the last forward and backward
+        outside: this backward averages the sum of all gradients. Backwards that do not average do not communicate. Contexts may
+        be nested.
 
-        As in torch, the place of the forward decides: the backward of a forward inside the context does not average, even after
-        the context. There is one exception: the first backward after a new forward outside of the context averages, even if
-        this backward belongs to a forward inside the context.
+        As in torch, the place of the forward decides: the backward of a forward inside the context does not average, even if it
+        runs after the context. There is one exception: after a forward outside of the context, the next backward averages, even
+        if it belongs to a forward inside the context.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -430,26 +438,32 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def has_local_gradients(self) -> bool:
-        """Whether a backward without averaging has added to gradients since the latest backward with averaging."""
+        """Whether gradients of this rank wait for averaging, such as after a backward in `no_sync`.
+
+        True from a backward that only adds to this rank's gradients until the next backward that averages. `zero_grad` does not
+        change the value.
+        """
         return self._reducer.has_local_gradients
 
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
-        """A context around a training loop whose ranks may have different numbers of inputs. See `Join`.
+        """A context around a training loop in which ranks may have different numbers of inputs. See `Join`.
 
         Args:
             divide_by_initial_world_size: True: divide gradients by the number of all ranks. False: divide by the number of
                 ranks that still have inputs.
             enable: False makes the context do nothing.
-            throw_on_early_termination: raise an error on all ranks when one rank has no inputs left.
+            throw_on_early_termination: True: raise an error on all ranks when one rank has no inputs left. False: a rank
+                without inputs takes part in the collectives of the other ranks.
         """
         return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
 
     def join_hook(self, **kwargs: Any) -> UnevenInputs:
-        """Make the hook that communicates for this module when this rank has no inputs left.
+        """Return the hook that takes this rank's part in the module's collectives when this rank has no inputs left.
 
-        `kwargs` may have `divide_by_initial_world_size`; see `join`.
+        `Join` calls this method on every rank at the start of the context. `kwargs` may contain
+        `divide_by_initial_world_size`; see `join`.
         """
         divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         # All ranks enter the context, so here all can follow a change of the module. Later, ranks without inputs cannot.
@@ -489,12 +503,13 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """From now on, average gradients over the ranks of another group. The new group may have more, fewer or other ranks.
 
         Every rank of the new group calls this method. The ranks compare their parameters and buffers, but do not change them.
-        So first give each new rank the parameters and buffers of the other ranks.
+        So before the call, give each new rank the parameters and buffers of the other ranks.
 
-        The communication hook stays registered. If the hook's state holds the old group, register the hook with a new state.
+        The communication hook stays registered. If the hook's state holds the old group, register the hook with a new state. A
+        trace, `watch_stragglers` and `check_replicas` end.
 
         Args:
-            process_group: the new group; see the class.
+            process_group: the new group, of Syncline or of torch.distributed. None: the default group, as in the constructor.
 
         Raises:
             DisagreementError: on all ranks, if parameters or buffers differ between ranks.
@@ -528,21 +543,27 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def communication_hook(self) -> tuple[Any, Any]:
-        """The communication hook and its state. Both are None if there is no hook."""
+        """The pair of the communication hook and its state. Both are None if there is no hook.
+
+        If `mixed_precision` sets a dtype for averaging, the hook is the function of Syncline that averages in this dtype.
+        """
         return self._reducer.hook
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]) -> None:
-        """Let `hook(state, bucket)` reduce each bucket, in place of DDP's average. Another call replaces the hook.
+        """Let `hook(state, bucket)` reduce the gradients of each bucket over the ranks, in place of DDP's average.
+
+        Every rank registers the same hook. Another call replaces the hook.
 
         Args:
             state: the first argument of each call of the hook.
             hook: a function that gets a bucket with this rank's gradients, not divided by the number of ranks. The function
-                returns a future of the flat tensor of reduced gradients, which must be the same on every rank.
+                returns a future of one flat tensor, the reduced gradients. This tensor must be the same on every rank.
 
         Raises:
             InvalidTypeError: the hook is not callable.
             InvalidArgumentError: the hook's annotations name another type for the bucket or for the result.
-            MisuseError: a backward is running or has failed. Or `mixed_precision` already sets the dtype of reduction.
+            MisuseError: a backward is running or has failed. Or `mixed_precision` sets a dtype for averaging, which allows no
+                hook.
         """
         self._check_no_wire_dtype()
         try:
@@ -571,7 +592,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @contextmanager
     def trace(self, folder: str | Path, first: int = 1, last: int | None = None) -> Iterator[None]:
-        """A context that records the times of this model's steps. Entering and leaving the context are collectives.
+        """A context that records where the time of each training step goes. Entering and leaving it are collectives.
 
         Each rank writes a file in the folder. After the last step, rank 0 merges the files into `trace.json`. Open this file in
         ui.perfetto.dev, or show tables of the steps with `syncline report`. The environment variable `SYNCLINE_TRACE` starts a
@@ -603,13 +624,15 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         recording.finish()
 
     def watch_stragglers(self, every: int) -> None:
-        """Let rank 0 log, after every `every` steps, for which rank the other ranks waited most often, and for how long.
+        """Find slow ranks: every `every` steps, rank 0 logs which rank was last most often, and by how much time.
 
-        Every rank calls this method with the same number, or sets it in the environment variable `SYNCLINE_STRAGGLERS`. The
-        watch ends in a join context, and when the group changes.
+        Every rank calls this method with the same number. Instead, you can set the number in the environment variable
+        `SYNCLINE_STRAGGLERS`. The lines end when a join context begins, and when `update_process_group` changes the group.
 
         Args:
             every: the number of steps between two lines of the log. A step is a backward that averages gradients.
+
+        Cost: for every `every` steps, an all-gather of `8 * every` bytes from each rank.
 
         Raises:
             InvalidArgumentError: `every` is below 1.
@@ -624,13 +647,13 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._straggler_watch = None
 
     def check_replicas(self, every: int) -> None:
-        """Let the ranks compare their parameters every `every` steps.
+        """Detect replicas that have drifted apart: every `every` steps, the ranks compare their parameters.
 
-        If replicas differ, backward raises a `DisagreementError` on all ranks. The error names the first parameter that
-        differs.
+        If parameters differ, the backward of this step raises a `DisagreementError` on all ranks. The error names the first
+        parameter that differs. Otherwise training continues. Buffers are not compared.
 
-        Every rank calls this method with the same number, or sets it in the environment variable `SYNCLINE_CHECK_REPLICAS`. The
-        checks end in a join context, and when the group changes.
+        Every rank calls this method with the same number. Instead, you can set the number in the environment variable
+        `SYNCLINE_CHECK_REPLICAS`. The checks end when a join context begins, and when `update_process_group` changes the group.
 
         Args:
             every: the number of steps between two checks. A step is a backward that averages gradients.
@@ -651,10 +674,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def tuned_bucket_cap_mb(self) -> list[float] | None:
-        """The sizes in MiB that `bucket_cap_mb="auto"` has chosen: of the first bucket, and of all other buckets.
+        """The two sizes in MiB that `bucket_cap_mb="auto"` has chosen: for the first bucket, and for all other buckets.
 
-        The sizes are the same on all ranks. To use them in a later run, pass this value as `bucket_cap_mb_list`. The value is
-        None without "auto", and before the sizes are chosen.
+        The sizes are the same on all ranks. To use them in a later run, pass this value as `bucket_cap_mb_list`.
+
+        None: `bucket_cap_mb` is not "auto", or DDP has not chosen yet, or DDP cannot choose (for example, because a
+        communication hook reduces the gradients).
         """
         caps = None if self._bucket_tuning is None else self._bucket_tuning.caps_bytes
         return None if caps is None else [cap / 2**20 for cap in caps]
@@ -693,14 +718,16 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             recording.ranks_may_differ = True
 
     def iteration_statistics(self) -> IterationStatistics:
-        """Return the times of the latest iteration on this rank."""
+        """Return the times of this rank's latest iteration: a forward, and the backward that averages its gradients."""
         return self._reducer.statistics
 
     def logging_data(self) -> dict[str, int | str]:
-        """Return the constructor's arguments, sizes in bytes, and times in nanoseconds. The keys are those of torch's DDP.
+        """Return constructor arguments, sizes in bytes, and times in nanoseconds, under the keys of torch's DDP.
 
-        The times are from the latest iteration. Values whose keys begin with "avg" are means over sampled iterations: the first
-        ten, then one in a hundred. `_set_ddp_runtime_logging_sample_rate` changes this rate.
+        One more key, `bucket_algorithms`, names the algorithm that reduced each bucket, if the backend tells it.
+
+        A time whose key begins with "avg" is a mean over sampled iterations: the first ten, then one in a hundred.
+        `_set_ddp_runtime_logging_sample_rate` changes this rate. All other times are those of the latest iteration.
         """
         parameters = [parameter for _, parameter in self._state.parameters() if parameter.requires_grad]
         return {
