@@ -61,18 +61,18 @@ class Elastic:
                     loss.backward()
                     optimizer.step()
 
-    A `TransportError` ends the body of `with elastic.step():`. Then the remaining ranks form a new group (a *recovery*).
-    `batches` yields the failed batch again, divided among these ranks. If a rank is lost outside of `with elastic.step():`, the
-    other ranks raise an error as usual.
+    If a rank is lost, a `TransportError` ends the body of `with elastic.step():` on the remaining ranks. The `with` statement
+    catches this error, and the remaining ranks form a new group (a *recovery*). Then `batches` yields the failed batch again,
+    divided among these ranks. A collective that your script calls outside of `with elastic.step():` raises an error as usual.
 
-    At the first `optimizer.step()` of a step, the ranks agree that all ranks apply the step. After this agreement the body must
-    not communicate. A collective that fails after the agreement raises a `MisuseError`.
+    At the first `optimizer.step()` in the body, the ranks agree that all ranks apply the step. After this agreement the body
+    must not communicate. If a collective fails after the agreement, `with elastic.step():` raises a `MisuseError`.
 
     After a recovery, `model.join_process_group` is the new group. If the old group was the default group, the new group becomes
     the default group.
 
     Register a communication hook before you make `Elastic`. If the hook's state holds a group, register the hook again after a
-    recovery. Add layers outside of `with elastic.step():`. A repeated step keeps layers that its body has added.
+    recovery. Add layers only outside of `with elastic.step():`: a repeated step does not remove layers that its body has added.
 
     A *newcomer* is a process that you start later, with the same script and with SYNCLINE_JOIN=1. In a newcomer, the
     constructor of `Elastic` waits until the other ranks let the newcomer in. Then the newcomer has the state of the training,
@@ -206,17 +206,24 @@ class Elastic:
         self._handles = [each.register_step_pre_hook(self._before_optimizer) for each in self._optimizers]
 
     def epochs(self, number: int) -> Iterator[int]:
-        """Yield the epochs from the present epoch to `number` - 1, and call the sampler's `set_epoch` for each."""
+        """Yield the numbers of the epochs that are left: from the sampler's epoch to `number` - 1. Use it in place of `range`.
+
+        A new training begins with epoch 0. A newcomer, or a sampler with a loaded state, begins with the epoch of the training.
+        For each epoch, this method also calls the sampler's `set_epoch`.
+        """
         for epoch in range(self._sampler.epoch, number):
             self._sampler.set_epoch(epoch)
             yield epoch
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches of the epoch that are not yet applied. Use each batch in exactly one `with elastic.step():`.
+        """Yield this rank's share of each batch of the epoch. Use each share in exactly one `with elastic.step():`.
+
+        A batch comes again if its step was not applied. Batches that were applied before (for example, by the run that saved
+        the sampler's state) are left out. All ranks end an epoch together.
 
         Args:
-            loader: an iterable over this rank's share of each batch, in the order of the sampler. If the group changes,
-                `batches` iterates over the loader again.
+            loader: an iterable over this rank's shares, in the order of the sampler; usually a `DataLoader`. If the group
+                changes, `batches` iterates over the loader again.
 
         Raises:
             MisuseError: the loop's body did not use a batch in `with elastic.step():`.
@@ -243,9 +250,11 @@ class Elastic:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A context for one step, from the forward to `optimizer.step()`.
+        """A context for one training step, from the forward to `optimizer.step()`.
 
-        Code after `optimizer.step()` in this context runs only if all ranks apply the step.
+        If a rank is lost before the ranks have agreed to apply the step, the context ends without an error. The remaining ranks
+        restore the state from before the step, and `batches` yields the batch again. So code after `optimizer.step()` in this
+        context runs only if all ranks apply the step.
 
         Raises:
             RankLostError: on all remaining ranks, if fewer than `min_ranks` are left, or more than `max_failures` were lost.
@@ -301,7 +310,7 @@ class Elastic:
             ) from error
 
     def close(self) -> None:
-        """Remove the hooks from the optimizers. Then they step without an agreement."""
+        """End elastic training. Afterwards the optimizers may step anywhere, and the ranks do not agree before a step."""
         for handle in self._handles:
             handle.remove()
 

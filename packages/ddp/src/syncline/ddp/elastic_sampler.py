@@ -30,8 +30,9 @@ class ElasticSampler(Sampler[list[int]]):
     every sample once, in batches whose sizes differ by at most one sample. (With `drop_last` all batches have the same size,
     and the remaining samples are left out.)
 
-    A batch is applied when all ranks have called `optimizer.step()`. If a rank is lost before, the batch is divided again among
-    the remaining ranks. `Elastic` calls `divide` when the ranks change, and `advance` after each applied batch.
+    A batch counts as applied when all ranks have called `optimizer.step()`. If a rank is lost before this moment, the batch is
+    divided again among the remaining ranks. `Elastic` calls `divide` when the ranks change, and `advance` after each applied
+    batch.
 
     Args:
         samples: the number of samples in the data set.
@@ -75,28 +76,28 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def most_ranks(self) -> int:
-        """The largest possible number of ranks: the size of the smallest batch."""
+        """The largest possible number of ranks: the size of the smallest batch, because each rank needs at least one sample."""
         return self._samples // self._batches
 
     @property
     def weight(self) -> float:
-        """The weight of this rank's share of the present batch. Multiply the mean loss of the share by this weight.
+        """The factor for this rank's loss in the present batch. Multiply the mean loss of this rank's share by this factor.
 
-        The sizes of shares may differ by one sample. With weighted losses, the averaged gradient is the average over all
-        samples.
+        The sizes of the ranks' shares may differ by one sample, but DDP gives all ranks the same weight. With this factor, the
+        averaged gradient is the mean over all samples of the batch.
         """
         begin, end = batch_bounds(self.applied, self._batches, self._samples)
         mine = self._share(self.applied)
         return (mine[1] - mine[0]) * self._ranks / (end - begin)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch. If this epoch has already begun, do nothing."""
+        """Begin epoch `epoch` at its first batch. If the sampler is already in this epoch, do nothing."""
         if epoch != self.epoch:
             self.epoch = epoch
             self.applied = 0
 
     def divide(self, rank: int, ranks: int) -> None:
-        """Set this process's rank and the number of ranks. From now on, batches are divided among this number of ranks.
+        """From now on, divide each batch among `ranks` ranks, and yield the shares of rank `rank`.
 
         Raises:
             InvalidArgumentError: a batch has fewer samples than there are ranks.
@@ -117,7 +118,7 @@ class ElasticSampler(Sampler[list[int]]):
         return {"epoch": self.epoch, "applied": self.applied}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at the batch that `state` names."""
+        """Continue at the first batch that was not applied when `state` was saved."""
         self.epoch, self.applied = state["epoch"], state["applied"]
 
     def _share(self, number: int) -> tuple[int, int]:

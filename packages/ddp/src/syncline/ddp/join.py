@@ -25,30 +25,35 @@ from syncline.collectives.internal import message_device
 
 
 class JoinHook:
-    """The communication of one `Joinable` on a rank without inputs, and at the end of `Join`. The base class does nothing."""
+    """What a rank without inputs communicates for one `Joinable`, and what all ranks communicate at the end of `Join`.
+
+    `Join` calls the methods. In this base class they do nothing.
+    """
 
     def main_hook(self, present: Sequence[int]) -> None:
         """Take part in the collectives that the ranks with inputs issue in one iteration.
 
-        Every rank without inputs calls this method once for each of these iterations.
+        `Join` calls this method on every rank without inputs, once for each iteration of the ranks with inputs.
 
         Args:
             present: the ranks that have inputs, at least one rank.
         """
 
     def post_hook(self, last_rank: int) -> None:
-        """Give all ranks the same state. All ranks call this method when no rank has inputs left.
+        """Give all ranks the state of rank `last_rank`, because a rank that ran out of inputs early has an older state.
+
+        `Join` calls this method on all ranks when no rank has inputs left, so the method may communicate.
 
         Args:
             last_rank: the highest of the ranks that had inputs in the last iteration. This number is the same on every rank.
         """
 
     def leave(self) -> None:
-        """Undo the changes of the hook. `Join` calls this method at the end of the context, also after an error."""
+        """Undo what this hook has changed in its joinable. `Join` calls this at the end of the context, also after an error."""
 
 
 class Joinable(ABC):
-    """An object that communicates in each iteration, and that supports ranks with different numbers of inputs.
+    """The base class of objects that communicate in each iteration and can be passed to `Join`, such as a wrapped model.
 
     In each iteration, the object calls `Join.notify_join_context(self)` before it communicates.
     """
@@ -57,7 +62,9 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Make a new hook. `Join` calls this method at the start of the context; `self._join` is this context.
+        """Return a new hook that communicates for this object on a rank without inputs.
+
+        `Join` calls this method on every rank at the start of the context. Then `self._join` is this context.
 
         Args:
             kwargs: all further keyword arguments of `Join`. Each joinable gets all of them, and ignores unknown ones.
@@ -75,19 +82,19 @@ class Joinable(ABC):
 
 
 class Join:
-    """A context in which ranks may have different numbers of inputs.
+    """A context around a training loop in which ranks may have different numbers of inputs.
 
     A rank that leaves the loop early takes part in the collectives of the other ranks, until all ranks have left the loop. If
-    the body of the context raises an error on a rank, this rank does not wait for other ranks.
+    the loop raises an error on a rank, this rank does not wait for other ranks.
 
     Args:
         joinables: all objects that communicate in the loop, such as a `DistributedDataParallel` or an optimizer, in the order
             in which they communicate. All objects use the same group.
         enable: False makes the context do nothing.
-        throw_on_early_termination: raise an error on all ranks when one rank has no inputs left.
+        throw_on_early_termination: raise an error on all ranks when one rank has no inputs left, instead of going on.
         kwargs: arguments for the `join_hook` of each joinable.
 
-    Cost: an all_reduce of one byte for each rank, in each iteration.
+    Cost: in each iteration, one all_reduce of a tensor with one byte for each rank.
 
     Raises:
         InvalidArgumentError: there is no joinable, or the joinables have different groups.
@@ -116,21 +123,21 @@ class Join:
 
     @property
     def throws(self) -> bool:
-        """Whether the context raises an error when a rank has no inputs left."""
+        """The argument `throw_on_early_termination`: whether all ranks raise an error when one rank has no inputs left."""
         return self._throws
 
     def is_first(self, joinable: object) -> bool:
-        """Whether this joinable is the first joinable of the context."""
+        """Whether `joinable` is the first in the context's list of joinables. See `notify_join_context`."""
         return joinable is self._joinables[0]
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> tuple[int, ...] | None:
-        """Tell the context that this rank has inputs. A joinable calls this method before it communicates in an iteration.
+        """Tell the other ranks that this rank has inputs. A joinable calls this method before it communicates in an iteration.
 
-        The call is a collective if `joinable` is the first joinable of the context.
+        Only the call by the first joinable of the context is a collective. Other calls return the same ranks.
 
         Returns:
-            The ranks that have inputs, or None outside of a context.
+            The ranks that have inputs in this iteration. None if `joinable` is not in a `Join` context.
         """
         context = joinable._join
         if context is None:

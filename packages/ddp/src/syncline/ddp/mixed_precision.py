@@ -16,7 +16,9 @@ from .torch_internals import TorchMixedPrecision
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """The dtypes for `DistributedDataParallel(mixed_precision=...)`. Parameters keep their own dtype.
+    """Lets a wrapped module compute and average gradients in other dtypes, usually of 16 bits. Parameters keep their dtype.
+
+    Pass a `MixedPrecision` as `DistributedDataParallel(mixed_precision=...)`.
 
     Args:
         param_dtype: the dtype of the computation. Each forward converts its parameters and inputs to this dtype. Gradients are
@@ -25,7 +27,8 @@ class MixedPrecision:
             dtype.
         buffer_dtype: buffers are converted to this dtype permanently. None: no conversion.
 
-    Only floating point tensors are converted. Ignored parameters and buffers are not converted.
+    Only floating point tensors are converted. Parameters and buffers that DDP ignores
+    (`_set_params_and_buffers_to_ignore_for_model`) are not converted.
 
     Raises:
         InvalidArgumentError: no dtype was given, or a dtype is not a floating point dtype.
@@ -45,7 +48,10 @@ class MixedPrecision:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """The dtype in which gradients are averaged. None means the gradients' own dtype."""
+        """The dtype in which gradients are averaged: `reduce_dtype`, or else `param_dtype`.
+
+        None: gradients are averaged in their own dtype.
+        """
         return self.reduce_dtype or self.param_dtype
 
 

@@ -38,7 +38,8 @@ class SyncBatchNorm(BatchNorm):
     """Batch normalisation with the mean and the variance of the whole batch of all ranks.
 
     In training, forward and backward are collectives. The ranks' batches may have different sizes, and may be empty. In
-    evaluation, and in a group of one rank, the layer is plain batch normalisation. There are no second derivatives.
+    evaluation, and in a group of one rank, the layer is plain batch normalisation. In a group of several ranks, second
+    derivatives are not supported.
 
     The layer communicates in a separate group with the same ranks. The first forward makes this group.
 
@@ -84,11 +85,14 @@ class SyncBatchNorm(BatchNorm):
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_group: ProcessGroup | dist.ProcessGroup | None = None
     ) -> torch.nn.Module:
-        """Do what the function `convert_sync_batchnorm` does.
+        """Replace each batch normalisation in a module, also torch's SyncBatchNorm, by a layer of this class.
+
+        The function `syncline.ddp.convert_sync_batchnorm` does the same. This is not a collective.
 
         Args:
-            module: the module, which is changed in place.
-            process_group: the group of the new layers. None: a layer that already has a group keeps its group.
+            module: the module, which is changed in place. The new layers take over parameters, buffers and hooks.
+            process_group: the group of the new layers. None: a layer that already has a group keeps its group, and all other
+                layers use the default group.
 
         Returns:
             The module, or the new layer if the module itself is a batch normalisation.
@@ -120,7 +124,7 @@ class SyncBatchNorm(BatchNorm):
         return converted
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise a batch. In training, a forward is a collective, also with an empty batch.
+        """Normalise this rank's batch. In training, this is a collective: a rank with an empty batch must call it, too.
 
         Raises:
             InvalidArgumentError: the input's shape is wrong, or there are fewer than two values per channel over all ranks.
@@ -205,9 +209,9 @@ class SyncBatchNorm(BatchNorm):
 def convert_sync_batchnorm(
     module: torch.nn.Module, process_group: ProcessGroup | dist.ProcessGroup | None = None
 ) -> torch.nn.Module:
-    """Replace each batch normalisation in a module, also torch's SyncBatchNorm, by `SyncBatchNorm`.
+    """Replace each batch normalisation in a module by `SyncBatchNorm`, which normalises over the batches of all ranks.
 
-    This is not a collective.
+    Also layers of torch's SyncBatchNorm are replaced. This is not a collective.
 
     Args:
         module: the module, which is changed in place. The new layers take over parameters, buffers, hooks and other attributes.
