@@ -13,7 +13,7 @@ from .contract import Bucket, TensorFuture, communication_hook, group_of
 
 @communication_hook
 def allreduce_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
-    """Average the bucket over the ranks, in the bucket's dtype and in place.
+    """Average the bucket over the ranks, in the bucket's dtype and in place. DDP does the same without a hook.
 
     Args:
         process_group: a group of Syncline or torch; None: the group of the DDP.
@@ -34,7 +34,7 @@ def allreduce_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
 def noop_hook(state: Any, bucket: Bucket) -> TensorFuture:
     """Return the bucket unchanged, without communicating. Use this hook only to measure the cost of communication.
 
-    With this hook, the replicas drift apart.
+    With this hook, gradients are not averaged, so the replicas drift apart.
     """
     future: TensorFuture = torch.futures.Future()
     future.set_result(bucket.buffer())

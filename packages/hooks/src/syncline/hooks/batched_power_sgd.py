@@ -18,7 +18,7 @@ from .stages import Stages
 
 @communication_hook
 def batched_powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
-    """Average the bucket approximately, as one square matrix that is padded with zeros.
+    """Average the bucket approximately: PowerSGD on the whole bucket as one square matrix, padded with zeros.
 
     This hook is less accurate than `powerSGD_hook`; use it only if `powerSGD_hook` takes too long. As in torch,
     `min_compression_rate` and `batch_tensors_with_same_shape` have no effect. A bucket with NaN or infinity becomes NaN on
@@ -27,14 +27,15 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:
     Source: see `powerSGD_hook`.
 
     Args:
-        state: the settings, and the errors and factors of earlier steps. A factor belongs to a whole bucket, so a new bucket
-            begins with a random factor.
+        state: the settings, and the errors and factors of earlier steps. A factor belongs to a whole bucket. If DDP divides
+            the gradients into other buckets, the new buckets begin with random factors.
         bucket: the gradients, of a floating-point dtype. 16-bit gradients are sent in 16 bits, and computed in float32.
 
     Returns:
         A future of the bucket's buffer.
 
-    Cost: two all_reduces of `side * rank` elements, where `side` is the square root of the number of elements, rounded up.
+    Cost: two all_reduces, each of `side * matrix_approximation_rank` elements. Here `side` is the square root of the bucket's
+    number of elements, rounded up.
     """
     return run(state, bucket, _bucketwise)
 

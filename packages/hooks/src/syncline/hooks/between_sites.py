@@ -14,8 +14,11 @@ from .sites import Sites
 def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
     """Average the bucket in its own dtype inside each site, and as bfloat16 between sites.
 
-    A site is a set of ranks with fast links, such as a node: `Sites(group, str(placement_of(group).node))`. The hook rounds to
-    bfloat16 twice: first the sum of each site, divided by the number of all ranks, then the sum over the sites.
+    Use this hook if the links between sites are slow. A site is a set of ranks with fast links, such as a node:
+    `Sites(group, str(placement_of(group).node))`.
+
+    Two values are rounded to bfloat16. First, each site divides its sum by the number of all ranks, and rounds the result.
+    Then the total over all sites is rounded.
 
     Args:
         sites: the group of all ranks that train together, divided into sites.
@@ -25,7 +28,8 @@ def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
         A future of the bucket's buffer, which has the same bits on all ranks.
 
     Cost, for n elements of float32 and S sites: an all-reduce and a broadcast of 4 n bytes inside a site. Each site sends 4 n
-    (S-1)/S bytes to other sites, half of the bytes without a cast. The first rank of a site needs 6 n bytes of extra memory.
+    (S-1)/S bytes to other sites; without the cast to bfloat16, this would be twice as many. The first rank of a site needs 6 n
+    bytes of extra memory.
     """
     buffer = floating_buffer(bucket, "to cast to torch.bfloat16")
 

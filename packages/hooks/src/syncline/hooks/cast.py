@@ -16,8 +16,9 @@ from .contract import Bucket, TensorFuture, communication_hook, floating_buffer,
 def fp16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Cast the bucket to float16, average it over the ranks, and cast the result back.
 
-    The sum is computed in float32, divided, and then rounded. So only a single gradient above float16's limit of 65,504 becomes
-    infinite. (Over NCCL, each gradient is divided first, and the result of each addition is rounded.)
+    The sum over the ranks is computed in float32, divided by the number of ranks, and only then rounded to float16. So a sum
+    cannot overflow: an element becomes infinite only if a rank's gradient itself is above 65,504, the limit of float16. (Over
+    NCCL, each gradient is divided first, and the result of each addition is rounded.)
 
     Args:
         process_group: a group of Syncline or torch; None: the group of the DDP.
@@ -35,7 +36,9 @@ def fp16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
 def bf16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Cast the bucket to bfloat16, average it over the ranks, and cast the result back.
 
-    bfloat16 has the range of float32, but only 8 bits of precision. Sums are computed as in `fp16_compress_hook`.
+    bfloat16 has the range of float32, but only 8 bits of precision. The sum over the ranks is computed in float32, divided by
+    the number of ranks, and only then rounded. (Over NCCL, each gradient is divided first, and the result of each addition is
+    rounded.)
 
     Args:
         process_group: a group of Syncline or torch; None: the group of the DDP.
@@ -55,12 +58,12 @@ bf16_compress_hook.__name__ = "bf16_average_hook"
 
 
 def fp16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[[Any, Any], TensorFuture]:
-    """Wrap a hook. The wrapper casts the bucket to float16, calls the hook, and casts the hook's result back.
+    """Let another hook work on float16: cast the bucket to float16, call `hook`, and cast the result of `hook` back.
 
     `hook` gets float16 tensors from the bucket's `buffer()` and `gradients()`. Its result may have any dtype.
 
     Returns:
-        A hook that takes the state of `hook`. The result is the bucket's own buffer, in the bucket's own dtype.
+        A new hook. Register it with the state that `hook` needs. Its result is the bucket's buffer, in the bucket's own dtype.
 
     Cost: the cost of `hook` on a float16 bucket, and two bytes of extra memory for each element.
     """
@@ -68,7 +71,10 @@ def fp16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[
 
 
 def bf16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[[Any, Any], TensorFuture]:
-    """Wrap a hook like `fp16_compress_wrapper`, but cast the bucket to bfloat16."""
+    """Let another hook work on bfloat16: cast the bucket to bfloat16, call `hook`, and cast the result of `hook` back.
+
+    See `fp16_compress_wrapper`, which does the same with float16.
+    """
     return _with_cast(torch.bfloat16, hook)
 
 

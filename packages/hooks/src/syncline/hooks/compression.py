@@ -23,7 +23,7 @@ _KIND = "compression"
 
 
 class CompressionState:
-    """The state of `compression_hook`: a compressor and the error feedback.
+    """The state to register with `compression_hook`: a compressor, and the parts of gradients that compression left out.
 
     Every rank passes the same arguments. Use one state for each model.
 
@@ -33,8 +33,8 @@ class CompressionState:
         use_error_feedback: keep the part of a gradient that was not sent, and add it to the next step's gradient. Needs as much
             memory as the gradients.
         random_seed: the seed for compressors that choose at random, such as `RandomK`, 0 to 2**32 - 1.
-        named_parameters: pairs of a name and a parameter. `state_dict` uses these names. Syncline's DDP has its own names;
-            under torch's DDP, the state uses numbers without this argument.
+        named_parameters: pairs of a name and a parameter; `state_dict` uses these names. With Syncline's DDP you can leave them
+            out, because its buckets have names. With torch's DDP, `state_dict` uses numbers if you leave them out.
 
     Raises:
         InvalidArgumentError: `compressor` is not a compressor, or the seed is out of range.
@@ -62,7 +62,11 @@ class CompressionState:
         self.origin = Origin()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, which contains only numbers, texts and tensors. See the module `saved_state`."""
+        """Return this rank's state for a checkpoint. `torch.load(..., weights_only=True)` can load it.
+
+        With error feedback, the state differs between ranks, so save it on every rank. To continue with another number of
+        ranks, see `merge_states`. The process group is not saved.
+        """
         return {
             "kind": _KIND,
             "format": FORMAT,
@@ -76,7 +80,10 @@ class CompressionState:
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise the error that `load_state_dict` would raise for this state. Change nothing."""
+        """Check whether `load_state_dict` would accept this state, without loading it.
+
+        If `load_state_dict` would raise an error, this method raises the same error. Otherwise it returns.
+        """
         check_kind(state, _KIND)
         if state["compressor"] != self.compressor.name:
             raise MisuseError(f"the saved state is of compressor '{state['compressor']}', this one of '{self.compressor.name}'")
@@ -90,7 +97,8 @@ class CompressionState:
 
         Raises:
             MisuseError: the state belongs to another kind of hook, another compressor or another model. Without
-                `named_parameters`, the hook may find another model only in the first step.
+                `named_parameters`, this method cannot always detect another model. Then the hook raises the error in its first
+                step.
         """
         self.check_state_dict(state)
         self.names.expect(state["names"])
@@ -106,16 +114,17 @@ class CompressionState:
 
 @communication_hook
 def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
-    """Average compressed gradients over the ranks. Add the parts that compression left out to the next step's gradients.
+    """Average gradients over the ranks in compressed form, by the compressor of your choice.
 
-    All ranks get the same bits. The result for NaN and infinity depends on the compressor; the parts that were left out contain
-    neither.
+    All ranks get the same bits. With error feedback, the hook adds the parts that compression left out to the next step's
+    gradients. The result for NaN and infinity depends on the compressor. The parts for the next step never contain NaN or
+    infinity.
 
     With `find_unused_parameters`, DDP drops the result for a parameter that no rank used in this step. Then a part of this
     parameter's error feedback is lost. In Syncline's DDP, `skip_all_reduce_unused_params=True` reduces this loss.
 
     Args:
-        state: the compressor, and the error feedback.
+        state: the compressor, and the parts that compression left out in earlier steps.
         bucket: the gradients, dense and of a floating-point dtype. 16-bit gradients are computed in float32.
 
     Returns:

@@ -13,15 +13,20 @@ from .low_precision import math_dtype
 
 
 class Compressor(ABC):
-    """Compresses gradients to messages, and computes mean gradients from the messages of all ranks. It has no state.
+    """Compresses gradients to messages, and computes mean gradients from the messages of all ranks.
 
-    The length of a message depends only on the gradients' shapes and dtype. So one collective transfers all messages.
+    Write a subclass for a compression of your own, and pass an instance to `CompressionState`. A compressor keeps no state
+    between calls. The length of a message must depend only on the gradients' shapes and dtype, because one collective transfers
+    the messages of all ranks.
     """
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name for saved states and errors, with all settings that affect the messages."""
+        """A text that names the compressor and all settings that affect its messages, such as "top 0.01".
+
+        A saved state can be loaded only with a compressor of the same name. Error messages also show the name.
+        """
 
     @abstractmethod
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
@@ -37,12 +42,15 @@ class Compressor(ABC):
 
     @abstractmethod
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Restore tensors with the gradients' shapes from a message. Every rank gets the same bits.
+        """Compute approximate gradients from a message. Every rank must compute the same bits from the same message.
 
         Args:
             message: a result of `compress` on any rank.
-            like: tensors with the shapes and dtype of the gradients. For 16-bit dtypes, the results are float32.
+            like: tensors with the shapes and dtype of the gradients. Their values have no effect.
             seed: the seed that `compress` got for this message.
+
+        Returns:
+            New tensors with the shapes and dtype of the tensors in `like`. For 16-bit dtypes, the results are float32.
         """
 
     def exchange(self, group: ProcessGroup, message: torch.Tensor) -> tuple[Work, torch.Tensor]:

@@ -37,9 +37,9 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
     4. The columns of P are made orthonormal. Then Q = M^T P, and a second all_reduce averages all Q.
     5. The gradient becomes P Q^T, with the same bits on all ranks. M - P Q^T is this rank's new error.
 
-    The first `start_powerSGD_iter` steps do not compress. A gradient with NaN or infinity becomes NaN on every rank, and the
-    state drops the errors and factors of its bucket. With `find_unused_parameters`, a part of the error is lost for a parameter
-    that no rank uses in a step.
+    The first `start_powerSGD_iter` steps average without compression. A gradient with NaN or infinity becomes NaN on every
+    rank, and the state drops the errors and factors of its bucket. With `find_unused_parameters`, a part of the error is lost
+    for a parameter that no rank uses in a step.
 
     Args:
         state: the settings, and the errors and factors of earlier steps.
@@ -48,8 +48,8 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
     Returns:
         A future of the bucket's buffer.
 
-    Cost: two all_reduces (one if nothing is compressed) of `(rows + columns) * rank` elements of each compressed gradient, and
-    all elements of the others.
+    Cost: two all_reduces (one if nothing is compressed). Together they reduce `(rows + columns) * matrix_approximation_rank`
+    elements for each gradient that is compressed, and all elements of each other gradient.
 
     Raises:
         MisuseError: the state is not a PowerSGDState or was saved by another model or number of ranks, or the bucket holds

@@ -33,7 +33,7 @@ _logger = logging.getLogger(__name__)
 
 
 class PowerSGDState:
-    """The settings of the PowerSGD hooks, and the errors and factors that the hooks keep between steps.
+    """The state to register with a PowerSGD hook: its settings, and the errors and factors that it keeps between steps.
 
     The arguments are those of torch's class, and additionally `named_parameters`. Every rank passes the same arguments. Use one
     state for each model.
@@ -47,13 +47,14 @@ class PowerSGDState:
         use_error_feedback: keep the part of a gradient that was not sent (the error), and add it to the next step's gradient.
             The errors need as much memory as the compressed gradients.
         warm_start: begin each step with the factors of the previous step instead of random factors.
-        orthogonalization_epsilon: added to the length by which a column of a factor is divided, if factors have at most two
-            columns. Not needed, because `orthogonalize` replaces columns of zeros.
+        orthogonalization_epsilon: keep the default. In torch, this number avoids a division by zero when a column of a factor
+            has length 0; Syncline replaces such a column. The number is added to the length of each column in factors with at
+            most two columns. In other factors it has no effect.
         random_seed: the seed of the random factors, 0 to 2**32 - 1.
         compression_stats_logging_frequency: the number of steps between two log lines with `compression_stats()`.
         batch_tensors_with_same_shape: multiply all gradients of the same shape in one batched call, which needs a copy of them.
-        named_parameters: pairs of a name and a parameter. `state_dict` uses these names. Syncline's DDP has its own names;
-            under torch's DDP, the state uses numbers without this argument.
+        named_parameters: pairs of a name and a parameter; `state_dict` uses these names. With Syncline's DDP you can leave them
+            out, because its buckets have names. With torch's DDP, `state_dict` uses numbers if you leave them out.
 
     Raises:
         InvalidArgumentError: an argument is out of its range.
@@ -114,22 +115,38 @@ class PowerSGDState:
 
     @property
     def compresses(self) -> bool:
-        """Whether this step's buckets are compressed."""
+        """Whether the hook compresses the buckets of the present step.
+
+        False in the first `start_powerSGD_iter` steps: then the hook averages the gradients without compression.
+        """
         return self.iter >= self.start_powerSGD_iter
 
     def enter(self, group: ProcessGroup) -> None:
-        """Check that a loaded state fits this rank and group; see `Origin.settle`. Hooks call `enter` before they compress."""
+        """Check that a loaded state fits this rank and this group. Hooks call this method before they compress a bucket.
+
+        If the state has the errors of another rank, the method drops these errors and warns.
+
+        Raises:
+            MisuseError: the state has the errors of a rank in a group of another size.
+        """
         self.origin.settle(group.rank, group.size, self.error_feedback)
 
     def maybe_increase_iter(self, bucket: Bucket) -> None:
-        """Count a step, if `bucket` is the step's last bucket."""
+        """Add 1 to `iter`, the number of steps, if `bucket` is the last bucket of a step. Otherwise do nothing."""
         if bucket.is_last():
             self.iter += 1
             if self.iter == self.start_powerSGD_iter:
                 _logger.info("PowerSGD begins after %d steps of plain averaging", self.iter)
 
     def count(self, bucket: Bucket, numel_sent: int) -> None:
-        """Count the elements of a compressed bucket. Log `compression_stats()` if a log line is due."""
+        """Add a compressed bucket to the numbers of `compression_stats()`. Hooks call this method for each such bucket.
+
+        Every `compression_stats_logging_frequency` steps, the method also logs these numbers.
+
+        Args:
+            bucket: the bucket before compression.
+            numel_sent: the number of elements that this rank sends for the bucket.
+        """
         buffer = bucket.buffer()
         self.total_numel_before_compression += buffer.numel()
         self.total_numel_after_compression += numel_sent
@@ -139,14 +156,19 @@ class PowerSGDState:
             self.next_stats_report = self.iter + self.compression_stats_logging_frequency
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """Return the compression rate, and the total numbers of elements before and after compression."""
+        """Return the compression rate, and the numbers of elements before and after compression, over all compressed buckets.
+
+        The rate is the number before compression, divided by the number after compression. It is 0 if nothing was compressed
+        yet.
+        """
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after else 0, before, after)
 
     def random_factors(self, shapes: Sequence[Sequence[int]], like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return factors of standard normal numbers, the same on every rank and different in every call.
+        """Return one random factor for each shape, with standard normal numbers.
 
-        The numbers are drawn in `dtype`. The factors are on the device of `like`.
+        The factors are the same on every rank, and different in every call. All ranks call this method equally often. The
+        factors have the dtype `dtype`, and are on the device of `like`.
         """
         generator = torch.Generator().manual_seed(self.seeds.next())
         return [torch.randn(*shape, generator=generator, dtype=dtype).to(like.device) for shape in shapes]
@@ -154,9 +176,10 @@ class PowerSGDState:
     # ---- saving ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, without the group, for `torch.load(..., weights_only=True)`.
+        """Return this rank's state for a checkpoint. `torch.load(..., weights_only=True)` can load it.
 
-        The state differs between ranks. To continue with another number of ranks, see `merge_states`.
+        The state differs between ranks, so save it on every rank. To continue with another number of ranks, see
+        `merge_states`. The process group is not saved.
         """
         return {
             "kind": _KIND,
@@ -173,7 +196,10 @@ class PowerSGDState:
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise the error that `load_state_dict` would raise for this state. Change nothing."""
+        """Check whether `load_state_dict` would accept this state, without loading it.
+
+        If `load_state_dict` would raise an error, this method raises the same error. Otherwise it returns.
+        """
         check_kind(state, _KIND)
         for name in _SHAPING:
             if state["settings"][name] != getattr(self, name):
@@ -191,8 +217,8 @@ class PowerSGDState:
 
         Raises:
             MisuseError: the state belongs to another kind of hook or another model, or differs in `matrix_approximation_rank`,
-                `use_error_feedback` or `warm_start`. Without `named_parameters`, the hook may find another model only in the
-                first step.
+                `use_error_feedback` or `warm_start`. Without `named_parameters`, this method cannot always detect another
+                model. Then the hook raises the error in its first step.
         """
         self.check_state_dict(state)
         self._take(state)
