@@ -262,8 +262,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
         The backward averages gradients over the ranks, unless the forward runs inside `no_sync`.
 
-        If `forward_sync_buffers` is True, the first forward begins with a broadcast of rank 0's buffers. As in torch, a later
-        forward broadcasts buffers only if the backward of the previous forward averages gradients.
+        If `forward_sync_buffers` is True, the first forward begins with a broadcast of rank 0's buffers (within `join`: of the
+        highest rank that has inputs). As in torch, a later forward broadcasts buffers only if the backward of the previous
+        forward averages gradients.
         """
         has_backward = torch.is_grad_enabled()
         will_reduce = has_backward and self.require_backward_grad_sync
@@ -422,8 +423,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """A context for gradient accumulation: add gradients up on each rank, without averaging them over the ranks.
 
         Run forward and backward inside the context for all micro-batches but the last. Run the last forward and backward
-        outside: this backward averages the sum of all gradients. Backwards that do not average do not communicate. Contexts may
-        be nested.
+        outside: this backward averages the accumulated gradients. Backwards that do not average do not communicate. Contexts
+        may be nested.
 
         As in torch, the place of the forward decides: the backward of a forward inside the context does not average, even if it
         runs after the context. There is one exception: after a forward outside of the context, the next backward averages, even
@@ -506,7 +507,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         So before the call, give each new rank the parameters and buffers of the other ranks.
 
         The communication hook stays registered. If the hook's state holds the old group, register the hook with a new state. A
-        trace, `watch_stragglers` and `check_replicas` end.
+        running `trace`, `watch_stragglers` and `check_replicas` end.
 
         Args:
             process_group: the new group, of Syncline or of torch.distributed. None: the default group, as in the constructor.
@@ -578,7 +579,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """Call `hook(parameter)` in backward, as soon as `parameter.grad` is the average over the ranks.
 
         For example, the hook may step an optimizer, or clip or log the gradient. The hook may set `parameter.grad` to None. It
-        must not communicate. It runs on the thread of backward, but not in `no_sync`, and not for parameters that no rank used.
+        must not communicate. It runs on the thread of backward. It is not called in a backward that does not average (see
+        `no_sync`), and not for parameters that no rank used.
 
         Returns:
             A handle. Call `remove()` of this handle to unregister the hook.

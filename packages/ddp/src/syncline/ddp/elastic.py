@@ -63,7 +63,8 @@ class Elastic:
 
     If a rank is lost, a `TransportError` ends the body of `with elastic.step():` on the remaining ranks. The `with` statement
     catches this error, and the remaining ranks form a new group (a *recovery*). Then `batches` yields the failed batch again,
-    divided among these ranks. A collective that your script calls outside of `with elastic.step():` raises an error as usual.
+    divided among these ranks. If your script calls a collective outside of `with elastic.step():`, and a rank is lost, the
+    collective raises an error as usual.
 
     At the first `optimizer.step()` in the body, the ranks agree that all ranks apply the step. After this agreement the body
     must not communicate. If a collective fails after the agreement, `with elastic.step():` raises a `MisuseError`.
@@ -90,7 +91,7 @@ class Elastic:
             starts with their state from before the step. All ranks pass the objects in the same order.
         min_ranks: the training ends if fewer ranks are left.
         max_failures: the largest number of ranks that may be lost in the whole training. None: any number.
-        silence_timeout_s: the number of seconds that a recovery waits for a silent rank, if this rank is not known to have
+        silence_timeout_s: the number of seconds that a recovery waits for a rank that does not answer, but is not known to have
             ended; see [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
         give_up_s: the largest number of seconds that one recovery may take, and that a newcomer waits to be let in.
         admit_every: the ranks look for newcomers after every `admit_every` applied steps, if the group can let ranks in
@@ -206,10 +207,11 @@ class Elastic:
         self._handles = [each.register_step_pre_hook(self._before_optimizer) for each in self._optimizers]
 
     def epochs(self, number: int) -> Iterator[int]:
-        """Yield the numbers of the epochs that are left: from the sampler's epoch to `number` - 1. Use it in place of `range`.
+        """Yield the numbers of the epochs that are left, from the sampler's epoch to `number` - 1.
 
-        A new training begins with epoch 0. A newcomer, or a sampler with a loaded state, begins with the epoch of the training.
-        For each epoch, this method also calls the sampler's `set_epoch`.
+        Use this method in place of `range(number)`. A new training begins with epoch 0. In a newcomer, and after the sampler's
+        `load_state_dict`, the first epoch is the present epoch of the training. For each epoch, this method also calls the
+        sampler's `set_epoch`.
         """
         for epoch in range(self._sampler.epoch, number):
             self._sampler.set_epoch(epoch)

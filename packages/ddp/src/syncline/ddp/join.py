@@ -25,9 +25,9 @@ from syncline.collectives.internal import message_device
 
 
 class JoinHook:
-    """What a rank without inputs communicates for one `Joinable`, and what all ranks communicate at the end of `Join`.
+    """The communication of one `Joinable`: on a rank without inputs, and on all ranks at the end of `Join`.
 
-    `Join` calls the methods. In this base class they do nothing.
+    `Join` calls the methods. In this base class the methods do nothing.
     """
 
     def main_hook(self, present: Sequence[int]) -> None:

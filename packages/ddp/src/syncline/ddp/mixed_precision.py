@@ -16,7 +16,7 @@ from .torch_internals import TorchMixedPrecision
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Lets a wrapped module compute and average gradients in other dtypes, usually of 16 bits. Parameters keep their dtype.
+    """The dtypes in which a wrapped module computes, averages gradients, and keeps buffers. Parameters keep their own dtype.
 
     Pass a `MixedPrecision` as `DistributedDataParallel(mixed_precision=...)`.
 

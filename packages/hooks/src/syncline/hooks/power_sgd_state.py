@@ -33,7 +33,7 @@ _logger = logging.getLogger(__name__)
 
 
 class PowerSGDState:
-    """The state to register with a PowerSGD hook: its settings, and the errors and factors that it keeps between steps.
+    """The state to register with a PowerSGD hook: settings, and the errors and factors that the hook keeps between steps.
 
     The arguments are those of torch's class, and additionally `named_parameters`. Every rank passes the same arguments. Use one
     state for each model.
@@ -178,8 +178,8 @@ class PowerSGDState:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state for a checkpoint. `torch.load(..., weights_only=True)` can load it.
 
-        The state differs between ranks, so save it on every rank. To continue with another number of ranks, see
-        `merge_states`. The process group is not saved.
+        With error feedback, the state differs between ranks, so save it on every rank. To continue with another number of
+        ranks, see `merge_states`. The process group is not saved.
         """
         return {
             "kind": _KIND,
