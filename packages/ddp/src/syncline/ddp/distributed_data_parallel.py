@@ -503,8 +503,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def update_process_group(self, process_group: ProcessGroup | dist.ProcessGroup | None) -> None:
         """From now on, average gradients over the ranks of another group. The new group may have more, fewer or other ranks.
 
-        Every rank of the new group calls this method. The ranks compare their parameters and buffers, but do not change them.
-        So before the call, give each new rank the parameters and buffers of the other ranks.
+        Every rank of the new group calls this method. The method copies no values between ranks, and compares no values. So
+        before the call, give each new rank the parameters and buffers of the other ranks.
 
         The communication hook stays registered. If the hook's state holds the old group, register the hook with a new state. A
         running `trace`, `watch_stragglers` and `check_replicas` end.
@@ -513,8 +513,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             process_group: the new group, of Syncline or of torch.distributed. None: the default group, as in the constructor.
 
         Raises:
-            DisagreementError: on all ranks, if parameters or buffers differ between ranks.
-            MisuseError: the call is within `join()`.
+            DisagreementError: on all ranks, if parameters differ between ranks in name, shape, strides or dtype, or in which of
+                them are frozen. With `forward_sync_buffers`, buffers are compared, too.
+            MisuseError: the call is within `join()`. Or the new group cannot send a parameter or buffer.
         """
         if self._join is not None:
             raise MisuseError(
