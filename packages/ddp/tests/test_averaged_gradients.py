@@ -276,6 +276,46 @@ def test_the_variable_asks_for_it_and_must_be_the_same_everywhere(monkeypatch: p
         run_ranks(1, body)
 
 
+def test_it_goes_on_in_another_group_and_counts_anew() -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(model(), process_group=group)
+        ddp.check_replicas(2)
+        ddp(batch(group.rank, 0)).sum().backward()
+        smaller = group.split(0 if group.rank else None)
+        if smaller is None:
+            return
+        ddp.update_process_group(smaller)
+        if group.rank == 2:
+            with torch.no_grad():
+                ddp.module[2].weight[1, 2] += 1e-12  # type: ignore[index, operator]
+        ddp(batch(group.rank, 1)).sum().backward()
+        with pytest.raises(DisagreementError, match=r"parameter '2.weight' on rank\(s\) 1.*after 2 averaged backwards"):
+            ddp(batch(group.rank, 2)).sum().backward()
+        smaller.close()
+
+    run_ranks(3, body)
+
+
+def test_it_ends_in_another_group_whose_ranks_differ_in_it(caplog: pytest.LogCaptureFixture) -> None:
+    def body(group: ProcessGroup) -> None:
+        alone = group.split(group.rank)
+        assert alone is not None
+        ddp = DistributedDataParallel(model(), process_group=alone)
+        if group.rank == 1:
+            ddp.check_replicas(1)
+        ddp.update_process_group(group)
+        if group.rank == 1:
+            with torch.no_grad():
+                ddp.module[2].weight[1, 2] += 1e-12  # type: ignore[index, operator]
+        ddp(batch(group.rank, 0)).sum().backward()
+        alone.close()
+
+    run_ranks(2, body)
+    assert "check_replicas ends" in caplog.text
+    assert "(rank 0: None, rank 1: 1)" in caplog.text
+    assert "watch_stragglers" not in caplog.text
+
+
 def test_within_join_it_ends() -> None:
     """Ranks without inputs do not step."""
 

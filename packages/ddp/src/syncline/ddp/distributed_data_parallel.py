@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
+from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup, exchange_objects
 from syncline.collectives.internal import disable_dynamo, disable_dynamo_here
 from syncline.reducer import GradBucket, IterationStatistics, Reducer, telling_the_others, verify_same_options
 
@@ -507,7 +507,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         before the call, give each new rank the parameters and buffers of the other ranks.
 
         The communication hook stays registered. If the hook's state holds the old group, register the hook with a new state. A
-        running `trace`, `watch_stragglers` and `check_replicas` end.
+        running `trace` ends. `watch_stragglers` and `check_replicas` go on, and begin to count steps again.
 
         Args:
             process_group: the new group, of Syncline or of torch.distributed. None: the default group, as in the constructor.
@@ -525,6 +525,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         group = as_ours(chosen)
         self._state.check(group, buffers=self.forward_sync_buffers)
         self._state.verify(group, buffers=self.forward_sync_buffers)
+        stragglers_every, check_every = self._intervals_of(group)
         hook, state = self._reducer.hook
         # Close the old reducer first, because the new reducer hooks the same parameters.
         self._reducer.close()
@@ -542,6 +543,28 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._buffer_sync.look_again()
         self._buffer_sync.are_stale = True
         self._tune_buckets()
+        # All ranks begin to count steps again, so they count alike.
+        if stragglers_every is not None:
+            self.watch_stragglers(stragglers_every)
+        if check_every is not None:
+            self.check_replicas(check_every)
+
+    def _intervals_of(self, group: ProcessGroup) -> list[int | None]:
+        """Return the `every` of `watch_stragglers` and of `check_replicas` for a new group, or None. A collective of the group.
+
+        Both go on only if all ranks of the new group have the same number.
+        """
+        mine = [None if watch is None else watch.every for watch in (self._straggler_watch, self._replica_check)]
+        found: list[int | None] = []
+        for name, numbers in zip(
+            ("watch_stragglers", "check_replicas"), zip(*exchange_objects(mine, group=group)), strict=True
+        ):
+            is_common = len(set(numbers)) == 1
+            found.append(numbers[0] if is_common else None)
+            if not is_common and group.rank == 0:
+                said = ", ".join(f"rank {rank}: {number}" for rank, number in enumerate(numbers))
+                logger.warning("%s ends, because the ranks of the new group have different intervals (%s)", name, said)
+        return found
 
     @property
     def communication_hook(self) -> tuple[Any, Any]:
@@ -630,7 +653,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """Find slow ranks: every `every` steps, rank 0 logs which rank was last most often, and by how much time.
 
         Every rank calls this method with the same number. Instead, you can set the number in the environment variable
-        `SYNCLINE_STRAGGLERS`. The lines end when a join context begins, and when `update_process_group` changes the group.
+        `SYNCLINE_STRAGGLERS`. The lines end when a join context begins. After `update_process_group` they go on if all ranks of
+        the new group have the same number.
 
         Args:
             every: the number of steps between two lines of the log. A step is a backward that averages gradients.
@@ -656,7 +680,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         parameter that differs. Otherwise training continues. Buffers are not compared.
 
         Every rank calls this method with the same number. Instead, you can set the number in the environment variable
-        `SYNCLINE_CHECK_REPLICAS`. The checks end when a join context begins, and when `update_process_group` changes the group.
+        `SYNCLINE_CHECK_REPLICAS`. The checks end when a join context begins. After `update_process_group` they go on if all
+        ranks of the new group have the same number.
 
         Args:
             every: the number of steps between two checks. A step is a backward that averages gradients.

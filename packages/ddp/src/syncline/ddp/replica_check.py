@@ -87,14 +87,14 @@ class ReplicaCheck:
     def __init__(self, group: ProcessGroup, state: ModuleState, every: int) -> None:
         self._group = group
         self._state = state
-        self._every = every
+        self.every = every
         self._steps = self._same_at = 0
         self._hash = ReplicaHash()
 
     def note_step(self, seen: IterationStatistics) -> None:  # noqa: ARG002 - a listener's
         """Count a step. If a check is due, check the replicas; this is a collective."""
         self._steps += 1
-        if self._steps % self._every == 0:
+        if self._steps % self.every == 0:
             self.check()
             self._same_at = self._steps
 

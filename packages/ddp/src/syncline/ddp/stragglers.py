@@ -72,7 +72,7 @@ class StragglerWatch:
 
     def __init__(self, group: ProcessGroup, every: int) -> None:
         self._group = group
-        self._every = every
+        self.every = every
         self._common: float | None = None
         self._times: list[float] = []
 
@@ -85,7 +85,7 @@ class StragglerWatch:
         if self._common is not None:
             self._times.append(seen.last_gradient - self._common)
         self._common = seen.finished
-        if len(self._times) == self._every:
+        if len(self._times) == self.every:
             self._say()
             self._times = []
 
