@@ -47,7 +47,10 @@ _followers: list[Callable[[ProcessGroup], None]] = []
 
 
 class NonMember:
-    """The result of `new_group` on a rank that is not in the new group. Every use as a group raises an error."""
+    """The result of `new_group` on a rank that is not in the new group.
+
+    `get_rank` and `get_world_size` return -1 for this object. Every other use as a group raises a `MisuseError`.
+    """
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:
         self.name = name
@@ -55,7 +58,7 @@ class NonMember:
         self._rank = rank
 
     def error_message(self) -> str:
-        """Return the error message for a rank that uses a group without being in the group."""
+        """Return the message of the error that a rank gets if it uses this object as a group."""
         return (
             f"rank {self._rank} is not in group '{self.name}', which has ranks {list(self.ranks)}; call its collectives only "
             "on those ranks (get_rank(group) is -1 elsewhere)"
@@ -63,7 +66,7 @@ class NonMember:
 
     @staticmethod
     def refuse(group: object) -> None:
-        """Raise an error if `group` is a `NonMember`.
+        """Check that this rank is in `group`: raise an error if `group` is a `NonMember`, otherwise do nothing.
 
         Raises:
             MisuseError: `group` is a `NonMember`.
@@ -98,21 +101,23 @@ def init_process_group(
     members of the job call `admit`.
 
     Args:
-        backend: a name from `backend_names()`. None takes `SYNCLINE_BACKEND` from the environment, else the site file's
-            backend. Else the choice is automatic: MPI under an MPI launcher; Gloo under another launcher, or with
-            `init_method`, `store` or `world_size`; otherwise a group of one rank. An automatic choice adds NCCL if there are
-            GPUs and CuPy.
+        backend: a name from `backend_names()`, or one for each type of device, such as "cpu:mpi,cuda:nccl". None takes the
+            name in the environment variable `SYNCLINE_BACKEND`, or otherwise the name in the site file. If there is no name,
+            the choice is automatic: MPI under an MPI launcher (Gloo if MPI cannot be used); Gloo under another launcher, or
+            with `init_method`, `store` or `world_size`; otherwise a group of one rank. If there are GPUs and CuPy, an
+            automatic choice also takes NCCL, for tensors on GPUs.
         init_method: how the ranks find each other over Gloo: "file:///shared/folder", "tcp://host:port?secret_file=PATH" or
             "env://"; see `rendezvous.store_at`. "mpi://" is the same as backend "mpi".
-        timeout: the time limit of each collective, in seconds or as a timedelta. Default: `SYNCLINE_TIMEOUT_S`, else the site
-            file's limit, else 30 minutes.
-        world_size: number of ranks; -1 takes the launcher's number. Any other value must agree with the launcher.
-        rank: this process's rank; -1 takes the launcher's rank. Any other value must agree with the launcher.
+        timeout: the time limit of each collective, in seconds or as a timedelta. None takes the environment variable
+            `SYNCLINE_TIMEOUT_S`, or otherwise the site file's limit, or otherwise 30 minutes.
+        world_size: number of ranks; -1 takes the launcher's number. Another value must agree with the launcher, if there is
+            one.
+        rank: this process's rank; -1 takes the launcher's rank. Another value must agree with the launcher, if there is one.
         store: instead of an `init_method`, a store of the package `stores` or a `torch.distributed.Store`, without keys of an
             earlier run.
-        communicator: an mpi4py communicator, whose ranks become the group's ranks. Only these ranks call this function.
-        reproducible: if true, reductions give the same bits in every run; the backend's documentation states the cost. Default:
-            the site file's value, else False. (Within one run, all ranks always get the same bits.)
+        communicator: an mpi4py communicator. Its ranks become the ranks of the group, and only these ranks call this function.
+        reproducible: if true, reductions give the same bits in every run; the backend's documentation states the cost. None
+            takes the site file's value, or otherwise False. (Within one run, all ranks always get the same bits.)
         check_calls: for debugging. If true, the ranks compare their calls before each collective, in a small exchange. If the
             calls differ, a `DisagreementError` shows the calls.
 
@@ -122,6 +127,7 @@ def init_process_group(
     Raises:
         MisuseError: there is a default group already.
         InvalidArgumentError: the `init_method` is of an unknown kind, or both an `init_method` and a store were given.
+        DisagreementError: the ranks passed different options, such as `check_calls`.
         SiteFileError, UnknownBackendError, BackendUnavailableError, LaunchError: see `errors`.
     """
     global _default
@@ -242,8 +248,8 @@ def _load(choice: BackendChoice) -> Backend:
 def destroy_process_group() -> None:
     """Finish all calls in flight and close the default group. Every rank calls this function.
 
-    Without a default group, the function does nothing. While an exception is handled, for example in a `finally:` block, the
-    function aborts the group and does not wait for other ranks.
+    If there is no default group, the function does nothing. If the program is handling an exception (in an `except:` block, or
+    in a `finally:` block after an error), the function aborts the group and does not wait for other ranks.
     """
     global _default
     with _lock:
@@ -282,12 +288,12 @@ def follow_default_group(follower: Callable[[ProcessGroup], None]) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether there is a default group."""
+    """Whether `init_process_group` has made a default group, and `destroy_process_group` has not closed it yet."""
     return _default is not None
 
 
 def get_default_group() -> ProcessGroup:
-    """The default group.
+    """Return the default group: the group of all ranks, which `init_process_group` has made.
 
     Raises:
         NotInitializedError: there is no default group.
@@ -343,10 +349,10 @@ def rank_in(group: ProcessGroup, rank: int | None, group_rank: int | None, *, de
 
 
 def get_rank(group: ProcessGroup | NonMember | None = None) -> int:
-    """This process's rank in the group, or -1 if the process is not in the group. None means the default group."""
+    """Return this process's rank in the group, or -1 if this process is not in the group. None means the default group."""
     return -1 if isinstance(group, NonMember) else resolve_group(group).rank
 
 
 def get_world_size(group: ProcessGroup | NonMember | None = None) -> int:
-    """The number of ranks of the group, or -1 if this process is not in the group. None means the default group."""
+    """Return the number of ranks in the group, or -1 if this process is not in the group. None means the default group."""
     return -1 if isinstance(group, NonMember) else resolve_group(group).size

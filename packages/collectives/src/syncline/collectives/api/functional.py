@@ -21,9 +21,10 @@ from .default_group import rank_in, resolve_group
 def all_reduce(
     tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    """Combine the tensors of all ranks in place.
+    """Combine the tensors of all ranks by `op`, in place. Every rank gets the result.
 
-    See [`ProcessGroup.all_reduce`][syncline.collectives.ProcessGroup.all_reduce].
+    Returns a `Work` if `async_op` is true, otherwise None. See
+    [`ProcessGroup.all_reduce`][syncline.collectives.ProcessGroup.all_reduce].
     """
     work = resolve_group(group).all_reduce(tensor, op, async_op=async_op)
     return work if async_op else None
@@ -37,9 +38,10 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Combine the tensors of all ranks on one rank.
+    """Combine the tensors of all ranks by `op`. Only one rank, the root, gets the result.
 
-    See [`ProcessGroup.reduce`][syncline.collectives.ProcessGroup.reduce].
+    Pass the root as `dst` (a rank of the default group) or as `group_dst` (a rank of the group). Returns a `Work` if
+    `async_op` is true, otherwise None. See [`ProcessGroup.reduce`][syncline.collectives.ProcessGroup.reduce].
     """
     chosen = resolve_group(group)
     work = chosen.reduce(tensor, rank_in(chosen, dst, group_dst), op, async_op=async_op)
@@ -53,9 +55,10 @@ def broadcast(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Copy one rank's tensor to every rank.
+    """Copy the tensor of one rank, the root, to every rank.
 
-    See [`ProcessGroup.broadcast`][syncline.collectives.ProcessGroup.broadcast].
+    Pass the root as `src` (a rank of the default group) or as `group_src` (a rank of the group). Returns a `Work` if
+    `async_op` is true, otherwise None. See [`ProcessGroup.broadcast`][syncline.collectives.ProcessGroup.broadcast].
     """
     chosen = resolve_group(group)
     work = chosen.broadcast(tensor, rank_in(chosen, src, group_src), async_op=async_op)
@@ -65,9 +68,10 @@ def broadcast(
 def all_gather(
     tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    """Fill `tensor_list` with the tensors of all ranks.
+    """Fill the `tensor_list` of every rank with the tensors of all ranks.
 
-    See [`ProcessGroup.all_gather`][syncline.collectives.ProcessGroup.all_gather].
+    Returns a `Work` if `async_op` is true, otherwise None. See
+    [`ProcessGroup.all_gather`][syncline.collectives.ProcessGroup.all_gather].
     """
     work = resolve_group(group).all_gather(tensor_list, tensor, async_op=async_op)
     return work if async_op else None
@@ -76,9 +80,10 @@ def all_gather(
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    """Fill one tensor with the tensors of all ranks.
+    """Concatenate the tensors of all ranks into the `output_tensor` of every rank.
 
-    See [`ProcessGroup.all_gather_into_tensor`][syncline.collectives.ProcessGroup.all_gather_into_tensor].
+    Returns a `Work` if `async_op` is true, otherwise None. See
+    [`ProcessGroup.all_gather_into_tensor`][syncline.collectives.ProcessGroup.all_gather_into_tensor].
     """
     work = resolve_group(group).all_gather_into_tensor(output_tensor, input_tensor, async_op=async_op)
     return work if async_op else None
@@ -92,9 +97,11 @@ def gather(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Fill one rank's list with the tensors of all ranks.
+    """Fill the `gather_list` of one rank, the root, with the tensors of all ranks. Other ranks pass no list.
 
-    See [`ProcessGroup.gather`][syncline.collectives.ProcessGroup.gather].
+    Pass the root as `dst` (a rank of the default group) or as `group_dst` (a rank of the group); without both, the
+    root is rank 0 of the group. Returns a `Work` if `async_op` is true, otherwise None. See
+    [`ProcessGroup.gather`][syncline.collectives.ProcessGroup.gather].
     """
     chosen = resolve_group(group)
     root = rank_in(chosen, dst, group_dst, default=0)
@@ -110,9 +117,11 @@ def scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Give each rank its tensor from one rank's list.
+    """Copy the tensors in the `scatter_list` of one rank, the root, to all ranks: rank r gets `scatter_list[r]`.
 
-    See [`ProcessGroup.scatter`][syncline.collectives.ProcessGroup.scatter].
+    Other ranks pass no list. Pass the root as `src` (a rank of the default group) or as `group_src` (a rank of the group);
+    without both, the root is rank 0 of the group. Returns a `Work` if `async_op` is true, otherwise None. See
+    [`ProcessGroup.scatter`][syncline.collectives.ProcessGroup.scatter].
     """
     chosen = resolve_group(group)
     root = rank_in(chosen, src, group_src, default=0)
@@ -127,9 +136,10 @@ def reduce_scatter(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combine the lists of all ranks, and give each rank its part of the result.
+    """For each rank r, combine the tensors `input_list[r]` of all ranks, and write the result to the `output` of rank r.
 
-    See [`ProcessGroup.reduce_scatter`][syncline.collectives.ProcessGroup.reduce_scatter].
+    Returns a `Work` if `async_op` is true, otherwise None. See
+    [`ProcessGroup.reduce_scatter`][syncline.collectives.ProcessGroup.reduce_scatter].
     """
     work = resolve_group(group).reduce_scatter(output, input_list, op, async_op=async_op)
     return work if async_op else None
@@ -142,9 +152,10 @@ def reduce_scatter_tensor(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combine the tensors of all ranks, and give each rank its part of the result.
+    """Combine the tensors of all ranks, divide the result into equal parts, and write part r to the `output` of rank r.
 
-    See [`ProcessGroup.reduce_scatter_tensor`][syncline.collectives.ProcessGroup.reduce_scatter_tensor].
+    Returns a `Work` if `async_op` is true, otherwise None. See
+    [`ProcessGroup.reduce_scatter_tensor`][syncline.collectives.ProcessGroup.reduce_scatter_tensor].
     """
     work = resolve_group(group).reduce_scatter_tensor(output, input, op, async_op=async_op)
     return work if async_op else None
@@ -156,9 +167,10 @@ def all_to_all(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Send a tensor to each rank, and receive a tensor from each rank.
+    """Send `input_tensor_list[r]` to each rank r, and receive `output_tensor_list[r]` from each rank r.
 
-    See [`ProcessGroup.all_to_all`][syncline.collectives.ProcessGroup.all_to_all].
+    Returns a `Work` if `async_op` is true, otherwise None. See
+    [`ProcessGroup.all_to_all`][syncline.collectives.ProcessGroup.all_to_all].
     """
     work = resolve_group(group).all_to_all(output_tensor_list, input_tensor_list, async_op=async_op)
     return work if async_op else None
@@ -172,9 +184,10 @@ def all_to_all_single(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Send rows to each rank, and receive rows from each rank.
+    """Send a part of the rows of `input` to each rank, and receive rows from each rank into `output`.
 
-    See [`ProcessGroup.all_to_all_single`][syncline.collectives.ProcessGroup.all_to_all_single].
+    Returns a `Work` if `async_op` is true, otherwise None. See
+    [`ProcessGroup.all_to_all_single`][syncline.collectives.ProcessGroup.all_to_all_single].
     """
     work = resolve_group(group).all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op=async_op)
     return work if async_op else None
@@ -183,10 +196,11 @@ def all_to_all_single(
 def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_ids: None = None) -> Work | None:
     """Wait until all ranks have called this function.
 
-    See [`ProcessGroup.barrier`][syncline.collectives.ProcessGroup.barrier].
+    If `async_op` is true, return a `Work` at once; its `wait` then waits for the other ranks. See
+    [`ProcessGroup.barrier`][syncline.collectives.ProcessGroup.barrier].
 
     Raises:
-        InvalidArgumentError: `device_ids` was given. The group knows its device.
+        InvalidArgumentError: `device_ids` was given. Leave it out: the group knows its device.
     """
     if device_ids is not None:
         raise InvalidArgumentError(

@@ -17,10 +17,10 @@ _placements: weakref.WeakKeyDictionary[ProcessGroup, Placement] = weakref.WeakKe
 
 
 def placement_of(group: ProcessGroup | None = None) -> Placement:
-    """Return the node of each rank of a group, and this process's number among the ranks of its node.
+    """Find out where the ranks of a group run: which ranks share a node, and which local rank this process has.
 
-    For groups from torch.distributed, and groups after the loss or admission of ranks, the first call is a collective: every
-    rank must call this function.
+    Let every rank call this function. In a group of torch.distributed, or in a group that `shrink` or `admit` made, the first
+    call is a collective. In other groups, and in later calls, the ranks do not communicate.
     """
     chosen = resolve_group(group)
     found = _placements.get(chosen)
@@ -39,19 +39,25 @@ def _find(group: ProcessGroup) -> Placement:
 
 
 def get_local_rank(group: ProcessGroup | None = None) -> int:
-    """This process's number among the ranks of the group on its node, from 0. May communicate; see `placement_of`."""
+    """Return the local rank: this process's number among the ranks of the group that are on its node, from 0.
+
+    Let every rank call this function, because the first call may be a collective; see `placement_of`.
+    """
     return placement_of(group).local_rank
 
 
 def get_local_size(group: ProcessGroup | None = None) -> int:
-    """How many ranks of the group are on this process's node. May communicate; see `placement_of`."""
+    """Return how many ranks of the group are on this process's node.
+
+    Let every rank call this function, because the first call may be a collective; see `placement_of`.
+    """
     return placement_of(group).local_world_size
 
 
 def get_node_rank(group: ProcessGroup | None = None) -> int:
-    """The number of this process's node among the nodes of the group, from 0. Nodes are ordered by their lowest rank.
+    """Return the number of this process's node among the nodes of the group, from 0. Nodes are ordered by their lowest rank.
 
-    May communicate; see `placement_of`.
+    Let every rank call this function, because the first call may be a collective; see `placement_of`.
     """
     return placement_of(group).node
 
@@ -65,7 +71,8 @@ def default_device(group: ProcessGroup | None = None) -> torch.device:
     takes `cuda:0`.
 
     Raises:
-        LaunchError: a node has fewer devices than ranks, or some ranks see no device. Every rank of the node raises this error.
+        LaunchError: no device is left for a rank. For example, the node has fewer devices than ranks, or only some of its ranks
+            see a device. Every rank of the node raises this error.
     """
     chosen = resolve_group(group)
     seen = exchange_objects((host_identity(), visible_devices()), group=chosen)

@@ -24,7 +24,7 @@ class HostIdentity:
 
 @dataclass(frozen=True)
 class Placement:
-    """The node of one rank of a group, and the nodes of the group's other ranks.
+    """Where the ranks of a group run: the local rank of this rank, and the node of every rank.
 
     Nodes are numbered from 0 in the order of their lowest ranks.
 
@@ -45,7 +45,7 @@ class Placement:
     node_of: tuple[int, ...]
 
     def ranks_on_node(self, node: int) -> list[int]:
-        """Return the ranks of the group on one node, in ascending order."""
+        """Return the ranks of the group that run on node number `node`, in ascending order."""
         return [rank for rank, number in enumerate(self.node_of) if number == node]
 
 
