@@ -13,16 +13,16 @@ from .default_group import resolve_group
 
 
 def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None = None) -> None:
-    """Combine the tensors of all ranks in place by the rule of Adasum, separately for each tensor of the list.
+    """Combine gradients of all ranks in place by the Adasum rule, an alternative to their sum or average.
 
-    For the tensors a and b of two ranks, the result is
+    Each tensor of the list is combined separately. For the tensors a and b of two ranks, the result is
 
         (1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b
 
     This is the sum if a and b are orthogonal, and the mean if a and b are equal. More ranks are combined in pairs, then in
-    pairs of pairs, and so on. If the number p of ranks is not a power of two, let q be the largest power of two below p. First,
-    each rank r >= q is combined with rank r - q. (S. Maleki et al., "Scaling Distributed Training with Adaptive Summation",
-    MLSys 2021.)
+    pairs of pairs, and so on. If the number p of ranks is not a power of two, let q be the largest power of two below p. Then
+    the tensors of each rank r >= q are first combined with the tensors of rank r - q. (S. Maleki et al., "Scaling Distributed
+    Training with Adaptive Summation", MLSys 2021.)
 
     Args:
         tensors: floating-point tensors of one dtype on one device, with the same shapes on every rank. Overwritten with the

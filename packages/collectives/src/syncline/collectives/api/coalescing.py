@@ -56,16 +56,16 @@ def broadcast_coalesced(
     root: int = 0,
     buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
 ) -> None:
-    """Copy the root's tensors to every rank, in a few flat buffers.
+    """Copy the root's tensors to every rank. Many small tensors travel together, in a few flat buffers.
 
     Args:
         tensors: the same number, shapes and dtypes on every rank, in the same order. Read on the root, overwritten on the other
             ranks.
         group: None means the default group. Every rank of the group calls this function.
         root: a rank in the group, from 0.
-        buffer_size_bytes: the largest flat buffer, in bytes. A larger tensor gets a buffer of its own.
+        buffer_size_bytes: the largest size of a flat buffer, in bytes. A tensor above this size gets a buffer of its own.
 
-    Extra memory: two buffers. The ranks send as many bytes as in a `broadcast` of each tensor.
+    Extra memory: two buffers. The ranks send as many bytes as if they called `broadcast` for each tensor.
 
     Raises:
         InvalidArgumentError: the buffer size is not positive, or a tensor cannot be used (see `ProcessGroup`).
@@ -103,13 +103,15 @@ def all_reduce_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combine the tensors of all ranks, in place, in one all_reduce for each 250 MiB of tensors of one dtype and device.
+    """Combine the tensors of all ranks in place, as `all_reduce` does for each tensor, but in fewer calls.
+
+    Tensors of the same dtype and device travel together, up to 250 MiB in one all_reduce.
 
     Args:
         tensors: the same number, shapes and dtypes on every rank, in the same order. Overwritten.
         op: a reduction that is defined for the dtypes of all tensors.
         group: None means the default group.
-        async_op: if true, return a `Work` at once.
+        async_op: if true, return a `Work` at once. If false, wait for the results and return None.
 
     Extra memory: a copy of all tensors.
     """
@@ -134,14 +136,16 @@ def all_gather_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Give every rank the tensors of all ranks, in one all_gather for each 250 MiB of inputs of one dtype and device.
+    """Give every rank the tensors of all ranks, as `all_gather` does for each tensor, but in fewer calls.
+
+    Inputs of the same dtype and device travel together, up to 250 MiB in one all_gather.
 
     Args:
         output_tensor_lists: one list for each rank, with tensors like those in `input_tensor_list`. List r is overwritten with
             the tensors of rank r.
         input_tensor_list: the same number, shapes and dtypes on every rank, in the same order. Only read.
         group: None means the default group.
-        async_op: if true, return a `Work` at once.
+        async_op: if true, return a `Work` at once. If false, wait for the results and return None.
 
     Raises:
         InvalidArgumentError: there is not one list for each rank, or a list differs from the input in number, shapes or dtypes.

@@ -23,19 +23,22 @@ def monitored_barrier(
 ) -> None:
     """Wait until all ranks have called this function. On a time-out, rank 0 raises an error that names the missing ranks.
 
-    Cost: 4 (`size` - 1) messages of 16 bytes, one after the other. So use this function to find faults, not in every step.
+    Use this function to find out which rank hangs or has ended. In every training step, it would cost too much.
 
-    After a time-out, ranks may call the function again. Rank 0's next call counts a rank that is still waiting as present. A
-    rank whose own call has timed out counts as missing until it calls again. Over Gloo, a time-out ends the connections: do not
-    call the function again.
+    Cost: 4 (`size` - 1) messages of 16 bytes, one after the other.
+
+    After a time-out, ranks may call the function again, but not over Gloo, where a time-out ends the connections. A rank that
+    still waits in its earlier call counts as present in rank 0's next call. A rank whose own call has timed out counts as
+    missing until this rank calls the function again.
 
     Args:
         group: None means the default group.
         timeout: seconds or a timedelta; None takes the group's time limit.
-        wait_all_ranks: whether the error names all missing ranks, or only the first.
+        wait_all_ranks: if true, the error names all missing ranks; if false, only the first missing rank.
 
     Raises:
-        CollectiveTimeout: some rank did not call this function in time. On ranks other than 0, rank 0 did not answer.
+        CollectiveTimeout: on rank 0, some rank did not call this function in time; on another rank, rank 0 did not answer in
+            time.
     """
     chosen = resolve_group(group)
     scope = CancelScope(seconds(timeout, chosen.timeout_s))

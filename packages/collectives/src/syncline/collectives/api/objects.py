@@ -16,7 +16,9 @@ from .object_exchange import broadcast_object
 
 
 def exchange_objects(payload: Any, *, group: ProcessGroup | None = None) -> list[Any]:
-    """Give every rank the objects of all ranks, in the order of the ranks. `group=None` means the default group.
+    """Return the objects of all ranks as a list, in the order of the ranks. Objects are sent as pickles.
+
+    Every rank of the group calls this function. `group=None` means the default group.
 
     Cost: two all-gathers: one of the lengths, and one of the pickles, padded to the longest pickle.
     """
@@ -24,7 +26,10 @@ def exchange_objects(payload: Any, *, group: ProcessGroup | None = None) -> list
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
-    """Fill `object_list`, which has one entry for each rank, with the objects of all ranks."""
+    """Give every rank the objects of all ranks: rank r's object becomes `object_list[r]`. Objects are sent as pickles.
+
+    Before the call, `object_list` must have as many entries as the group has ranks.
+    """
     chosen = resolve_group(group)
     _check_list("all_gather_object", object_list, chosen)
     if len(object_list) != chosen.size:
@@ -41,7 +46,11 @@ def gather_object(
     group: ProcessGroup | None = None,
     group_dst: int | None = None,
 ) -> None:
-    """Fill the root's `object_gather_list` with the objects of all ranks. Other ranks pass None."""
+    """Fill the `object_gather_list` of one rank, the root, with the objects of all ranks. Objects are sent as pickles.
+
+    Other ranks pass None as the list. Pass the root as `dst` (a rank of the default group) or as `group_dst` (a rank of the
+    group); without both, the root is rank 0 of the group.
+    """
     chosen = resolve_group(group)
     root = rank_in(chosen, dst, group_dst, default=0)
     if (chosen.rank == root) != (object_gather_list is not None):
@@ -60,7 +69,11 @@ def broadcast_object_list(
     group: ProcessGroup | None = None,
     group_src: int | None = None,
 ) -> None:
-    """Overwrite `object_list` with the root's list. All ranks pass lists of the same length."""
+    """Overwrite the `object_list` of every rank with the list of one rank, the root. Objects are sent as pickles.
+
+    All ranks pass lists of the same length. Pass the root as `src` (a rank of the default group) or as `group_src` (a rank of
+    the group); without both, the root is rank 0 of the group.
+    """
     chosen = resolve_group(group)
     root = rank_in(chosen, src, group_src, default=0)
     _check_list("broadcast_object_list", object_list, chosen)
@@ -80,7 +93,12 @@ def scatter_object_list(
     group: ProcessGroup | None = None,
     group_src: int | None = None,
 ) -> None:
-    """Put this rank's entry of the root's list into `scatter_object_output_list[0]`. Only the root passes an input list."""
+    """Give rank r entry r of the input list of one rank, the root. Objects are sent as pickles.
+
+    Each rank gets its entry as `scatter_object_output_list[0]`. The root passes an input list with one entry for each rank, and
+    other ranks pass None. Pass the root as `src` (a rank of the default group) or as `group_src` (a rank of the group); without
+    both, the root is rank 0 of the group.
+    """
     chosen = resolve_group(group)
     root = rank_in(chosen, src, group_src, default=0)
     _check_list("scatter_object_list", scatter_object_output_list, chosen)

@@ -21,9 +21,10 @@ def isend(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work:
-    """Begin to send a tensor.
+    """Begin to send a tensor to another rank, and return a `Work` at once.
 
-    See [`ProcessGroup.send`][syncline.collectives.ProcessGroup.send].
+    Do not write the tensor before the work has finished. Pass the receiver as `dst` (a rank of the default group) or as
+    `group_dst` (a rank of the group). See [`ProcessGroup.send`][syncline.collectives.ProcessGroup.send].
     """
     chosen = resolve_group(group)
     return chosen.send(tensor, rank_in(chosen, dst, group_dst), tag, async_op=True)
@@ -36,9 +37,11 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work:
-    """Begin to receive a tensor. Without a source, receive from any rank.
+    """Begin to receive a tensor, and return a `Work` at once.
 
-    See [`ProcessGroup.recv`][syncline.collectives.ProcessGroup.recv].
+    Do not use the tensor before the work has finished. Pass the sender as `src` (a rank of the default group) or as `group_src`
+    (a rank of the group). Without both, the tensor may come from any rank, and the work's `source_rank()` names the sender. See
+    [`ProcessGroup.recv`][syncline.collectives.ProcessGroup.recv].
     """
     chosen = resolve_group(group)
     source = None if src is None and group_src is None else rank_in(chosen, src, group_src)
@@ -52,9 +55,10 @@ def send(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> None:
-    """Send a tensor.
+    """Send a tensor to another rank, which calls `recv` or `irecv`.
 
-    See [`ProcessGroup.send`][syncline.collectives.ProcessGroup.send].
+    Pass the receiver as `dst` (a rank of the default group) or as `group_dst` (a rank of the group). See
+    [`ProcessGroup.send`][syncline.collectives.ProcessGroup.send].
     """
     isend(tensor, dst, group, tag, group_dst).wait(resolve_group(group).timeout_s)
 
@@ -66,7 +70,11 @@ def recv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> int:
-    """Receive a tensor. Without a source, receive from any rank. Returns the sender's rank in the default group."""
+    """Receive a tensor, and return the sender's rank in the default group.
+
+    Pass the sender as `src` (a rank of the default group) or as `group_src` (a rank of the group). Without both, the tensor may
+    come from any rank. See [`ProcessGroup.recv`][syncline.collectives.ProcessGroup.recv].
+    """
     chosen = resolve_group(group)
     work = irecv(tensor, src, group, tag, group_src)
     work.wait(chosen.timeout_s)
@@ -77,7 +85,11 @@ def recv(
 
 @dataclass
 class P2POp:
-    """One transfer for `batch_isend_irecv`: the function `isend` or `irecv`, and its arguments (`peer` is `dst` or `src`)."""
+    """One send or receive in the list for `batch_isend_irecv`.
+
+    `op` is the function `isend` or `irecv` of Syncline, and the other fields are the arguments of this function. `peer` stands
+    for `dst` or `src`, and `group_peer` stands for `group_dst` or `group_src`.
+    """
 
     op: Callable[..., Work]
     tensor: torch.Tensor
@@ -92,7 +104,7 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
-    """Begin several transfers. Returns one `Work` for each transfer, in the order of the list.
+    """Begin several sends and receives of one group. Returns one `Work` for each entry, in the order of the list.
 
     Raises:
         InvalidArgumentError: the list is empty, or its entries are for different groups.

@@ -40,7 +40,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class PendingResult(Generic[T]):
-    """A collective in flight. `wait` returns its result. Only one thread at a time may call `wait`."""
+    """The handle of a collective that returns new tensors and may still be running. `wait` returns the collective's result.
+
+    Only one thread at a time may call `wait`.
+    """
 
     _result: T
 
@@ -53,7 +56,7 @@ class PendingResult(Generic[T]):
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> T:
-        """Wait for the collective, and return its result. Every call returns the same objects.
+        """Wait for the collective, and return the collective's result. A second call returns the same objects again.
 
         Raises:
             CollectiveTimeout, TransportError, DisagreementError: as from `Work.wait`.
@@ -78,13 +81,15 @@ def all_reduce_copy(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Any:
-    """Combine the tensors of all ranks into a new tensor.
+    """Combine the tensors of all ranks into a new tensor on every rank. Autograd works.
+
+    The gradient is reduced over the ranks in the same way, for SUM and AVG only.
 
     Args:
         tensor: any shape, the same on every rank; only read.
         op: see `ReduceOp`.
         group: None means the default group.
-        async_op: if true, return a `PendingResult` of the tensor.
+        async_op: if true, return a `PendingResult` of the new tensor at once. Then autograd does not work.
         prescale: multiply each rank's tensor by this factor before the reduction. Integers are multiplied in float64 and
             rounded towards zero; float16 and bfloat16 are multiplied in float32.
         postscale: multiply the result by this factor.
@@ -106,7 +111,10 @@ def all_reduce_copy_coalesced(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Any:
-    """Do `all_reduce_copy` for several tensors, which travel together as in `all_reduce_coalesced`. Returns a list."""
+    """Combine several tensors as `all_reduce_copy` does, in fewer calls. Returns a list of new tensors.
+
+    The tensors travel together, as in `all_reduce_coalesced`. With `async_op`, the result is a `PendingResult` of the list.
+    """
     chosen = resolve_group(group)
     checks.refuse_no_tensors("all_reduce_copy", chosen.place(), tensors=tensors)
     if not async_op and _needs_gradients(tensors):
@@ -154,12 +162,15 @@ class _AllReduce(torch.autograd.Function):
 
 
 def all_gather_rows(tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
-    """Concatenate the rows of all ranks, in the order of ranks. The ranks may have different numbers of rows.
+    """Return the rows of all ranks as one new tensor, in the order of ranks. Ranks may pass different numbers of rows.
+
+    Autograd works: each rank gets the gradient of its own rows, summed over the ranks.
 
     Args:
         tensor: at least one dimension; only read. The dtype and all dimensions but the first are the same on every rank.
         group: None means the default group.
-        async_op: if true, return a `PendingResult` of the new tensor. The call still waits for the exchange of row counts.
+        async_op: if true, return a `PendingResult` of the new tensor. The call itself still waits until the ranks have
+            exchanged their numbers of rows. Then autograd does not work.
 
     Cost: an all-gather of 16 bytes from each rank, then an all-gather of the rows, padded to the rank with the most rows.
 
@@ -173,9 +184,10 @@ def all_gather_rows(tensor: torch.Tensor, group: ProcessGroup | None = None, asy
 def all_gather_rows_coalesced(
     tensors: Sequence[torch.Tensor], group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """Do `all_gather_rows` for several tensors, with one all-gather for each dtype. Returns a list.
+    """Gather several tensors as `all_gather_rows` does, in fewer calls. Returns a list of new tensors.
 
-    Every rank passes the same number of tensors.
+    Every rank passes the same number of tensors. Tensors of the same dtype and device travel in one all-gather. With
+    `async_op`, the result is a `PendingResult` of the list.
     """
     chosen = resolve_group(group)
     checks.refuse_no_tensors("all_gather_rows", chosen.place(), tensors=tensors)
@@ -257,19 +269,21 @@ def reduce_scatter_rows(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Any:
-    """Combine the tensors of all ranks, and give each rank its share of the rows.
+    """Combine the tensors of all ranks, and return this rank's share of the result's rows as a new tensor. Autograd works.
+
+    In backward, the ranks gather the gradients of all shares, for SUM and AVG only.
 
     Args:
         tensor: at least one dimension; the same shape on every rank; only read.
         op: see `ReduceOp`.
         group: None means the default group.
-        async_op: if true, return a `PendingResult` of the tensor.
+        async_op: if true, return a `PendingResult` of the new tensor at once. Then autograd does not work.
         prescale: see `all_reduce_copy`.
         postscale: see `all_reduce_copy`.
 
     Returns:
-        This rank's rows. If the rows cannot be divided evenly, the first ranks get one row more, and the call costs one
-            `reduce` for each rank.
+        This rank's rows. If the number of rows is not a multiple of the number of ranks, each of the first ranks gets one row
+            more, and the call costs one `reduce` for each rank.
     """
     return _first(
         reduce_scatter_rows_coalesced([tensor], op, group, async_op, prescale=prescale, postscale=postscale), async_op=async_op
@@ -285,7 +299,11 @@ def reduce_scatter_rows_coalesced(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Any:
-    """Do `reduce_scatter_rows` for several tensors, with one reduce_scatter for each dtype. Returns a list."""
+    """Combine several tensors as `reduce_scatter_rows` does, in fewer calls. Returns a list of new tensors.
+
+    Tensors of the same dtype and device travel in one reduce_scatter. With `async_op`, the result is a `PendingResult` of the
+    list.
+    """
     chosen = resolve_group(group)
     checks.refuse_no_tensors("reduce_scatter_rows", chosen.place(), tensors=tensors)
     if not async_op and _needs_gradients(tensors):
@@ -335,14 +353,16 @@ def broadcast_copy(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Any:
-    """Return one rank's tensor on every rank. Pass either `src` or `group_src`.
+    """Return the tensor of one rank, the root, as a new tensor on every rank. Pass either `src` or `group_src`.
+
+    Autograd works: the root gets the sum of all ranks' gradients, and other ranks get zeros.
 
     Args:
         tensor: the same shape and dtype on every rank; only read.
-        src: the root, a rank of the default group.
+        src: the root, as a rank of the default group.
         group: None means the default group.
-        async_op: if true, return a `PendingResult` of the tensor.
-        group_src: the root, a rank of the group.
+        async_op: if true, return a `PendingResult` of the new tensor at once. Then autograd does not work.
+        group_src: the root, as a rank of the group.
     """
     chosen = resolve_group(group)
     root = rank_in(chosen, src, group_src)
@@ -378,19 +398,23 @@ def all_to_all_rows(
 ) -> Any:
     """Send rows to each rank, and return the rows that this rank gets. A rank need not know how many rows it will get.
 
+    Autograd works: the gradient of each row goes back to the rank that sent the row.
+
     Args:
         tensor: at least one dimension; only read. The dtype and all dimensions but the first are the same on every rank.
-        splits: how many rows go to each rank; None means equal numbers.
+        splits: for each rank, how many rows go to this rank, in the order of the rows; None means equal numbers.
         group: None means the default group.
-        async_op: if true, return a `PendingResult`, after the ranks have exchanged their numbers of rows.
+        async_op: if true, return a `PendingResult` of the pair. The call itself still waits until the ranks have exchanged
+            their numbers of rows. Then autograd does not work.
 
     Returns:
-        The rows in the order of the ranks that sent them, and how many rows came from each rank.
+        A pair: the received rows, in the order of the ranks that sent them; and for each rank, the number of rows from it.
 
     Cost: an all-to-all of 16 bytes for each pair of ranks, then an all-to-all of the rows.
 
     Raises:
-        InvalidArgumentError: the splits do not fit the rows.
+        InvalidArgumentError: the splits do not add up to the number of rows, or `splits` is None and the number of rows is not
+            a multiple of the number of ranks, or the tensor has no dimension.
         DisagreementError: dtypes, or dimensions other than the first, differ. Every rank raises this error.
     """
     chosen = resolve_group(group)

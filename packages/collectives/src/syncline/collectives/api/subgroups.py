@@ -25,7 +25,7 @@ def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | float | N
         timeout: the time limit of a collective, in seconds or as a timedelta; None takes the default group's limit.
 
     Returns:
-        The group. A rank outside of the new group gets a `NonMember`.
+        The new group. A rank that is not in the new group gets a `NonMember`.
 
     Raises:
         InvalidArgumentError: `ranks` is empty, has a rank twice, or has a number that is no rank of the default group.
@@ -47,8 +47,8 @@ def new_subgroups(
     """Divide a group into groups of `group_size` consecutive ranks. Every rank of the group calls this function.
 
     Returns:
-        The new group that contains this rank. Also, for each new group, the list of its ranks in the default group. (torch
-            returns handles of all groups instead.)
+        A pair: the new group that contains this rank; and one list for each new group, with its ranks in the default group.
+            (torch returns handles of all new groups instead of the lists.)
 
     Raises:
         InvalidArgumentError: the size does not divide the number of ranks.
@@ -70,13 +70,14 @@ def new_subgroups(
 def new_subgroups_by_enumeration(
     ranks_per_subgroup_list: Sequence[Sequence[int]], timeout: timedelta | float | None = None
 ) -> tuple[ProcessGroup | NonMember, list[list[int]]]:
-    """Make one group for each list of ranks of the default group. Every rank of the default group calls this function.
+    """Make one new group for each list of ranks of the default group. Every rank of the default group calls this function.
 
     Returns:
-        The new group that contains this rank (a `NonMember` if there is none), and the lists.
+        A pair: the new group that contains this rank, or a `NonMember` if this rank is in no list; and the lists, each sorted.
 
     Raises:
-        InvalidArgumentError: a rank is in two lists, or does not exist.
+        InvalidArgumentError: there is no rank in the lists, a rank is twice in the lists, or a number is no rank of the default
+            group.
         DisagreementError: the ranks give different lists. All ranks raise this error, and no group is made.
     """
     world = get_default_group()

@@ -26,9 +26,10 @@ class _Entry(IntEnum):
 
 
 class UnevenCalls:
-    """Lets a rank *join* (call `join`) when its loop of collectives has no work left.
+    """Lets ranks call collectives in loops of different lengths. A rank whose loop has ended *joins*: it calls `join`.
 
-    Until all ranks have joined, a joined rank takes part with zeros in the collectives of the ranks that still have work.
+    Until all ranks have joined, a joined rank takes part with zeros in the collectives of the ranks that still have work. So no
+    collective waits for a rank whose loop has ended.
 
         calls = UnevenCalls(group)           rank with work left            rank without work
         for batch in batches:
@@ -37,11 +38,12 @@ class UnevenCalls:
             all_reduce(...)                  all_reduce                ◄──► all_reduce of zeros
         last = calls.join()                  roll call: joined         ◄──► roll call: joined
 
-    In a *roll call*, an all-gather of 16 bytes from each rank, each rank says what it does next. Announce each collective right
-    before the collective, with an `announce` method. If no rank has joined, an announcement costs one roll call.
+    Right before each collective, a rank with work calls an `announce` method. The method starts a *roll call*: an all-gather of
+    16 bytes from each rank, in which each rank says what it does next. If no rank has joined, an announcement costs only this
+    roll call.
 
     Args:
-        group: the group. All its ranks make their `UnevenCalls` at the same point of their programs.
+        group: the group of the collectives. All its ranks make their `UnevenCalls` at the same point of their programs.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -50,19 +52,24 @@ class UnevenCalls:
         self._steps: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def add_step(self, shadow: Callable[[], None]) -> int:
-        """Define a step: several collectives that are announced together. All ranks define the same steps in the same order.
+        """Define a *step*: several collectives that `announce_step` announces together, such as those of an optimizer step.
 
-        `shadow` is a method that calls the collectives of the step with zeros. A joined rank calls `shadow` when other ranks
-        announce the step. `UnevenCalls` keeps only a weak reference to the method's object.
+        All ranks define the same steps in the same order.
+
+        Args:
+            shadow: a method that calls the collectives of the step with zeros. When other ranks announce the step, a joined
+                rank calls this method. `UnevenCalls` keeps only a weak reference to the method's object, so keep the object.
 
         Returns:
-            The step's number, for `announce_step`.
+            The step's number, which `announce_step` takes.
         """
         self._steps.append(weakref.WeakMethod(shadow))
         return len(self._steps) - 1
 
     def announce_all_reduce(self, tensors: Sequence[torch.Tensor], op: Reduction) -> None:
-        """Announce an `all_reduce_copy_coalesced` of these tensors. Joined ranks take part with zeros.
+        """Announce that this rank's next collective is an `all_reduce_copy_coalesced` of these tensors.
+
+        All ranks that have not joined call this method. Joined ranks take part in the all-reduce with zeros.
 
         Raises:
             MisuseError: another rank has joined, and `op` is neither SUM nor AVG.
@@ -76,10 +83,13 @@ class UnevenCalls:
             self._tell(([(tuple(tensor.shape), tensor.dtype, tensor.device.type) for tensor in tensors], op))
 
     def announce_complete(self, what: str) -> None:
-        """Announce a collective in which joined ranks cannot take part with zeros.
+        """Announce a collective that needs all ranks, because zeros from a joined rank would make the result wrong.
+
+        All ranks that have not joined call this method. If no rank has joined, the method returns, and the ranks may call the
+        collective. `what` names the collective in the error message.
 
         Raises:
-            MisuseError: a rank has joined. Ranks that have not joined raise this error.
+            MisuseError: a rank has joined. All ranks that have not joined raise this error.
             DisagreementError: another rank announced a step.
         """
         if self._call_roll():
@@ -90,19 +100,24 @@ class UnevenCalls:
             )
 
     def announce_step(self, number: int) -> PendingResult[None]:
-        """Announce a step: start a roll call without waiting for it. The step may begin at once.
+        """Announce that this rank begins a step of several collectives. `number` is the step's number, from `add_step`.
 
-        Wait for the returned `PendingResult` at the end of the step. Its `wait` raises a `DisagreementError` if another rank
-        announced another step, or a single collective.
+        The method starts a roll call and does not wait for the other ranks, so the collectives of the step may begin at once.
+
+        Returns:
+            The roll call. Call its `wait` at the end of the step. If another rank announced another step or a single
+                collective, `wait` raises a `DisagreementError`.
         """
         work, heard = self._issue(_Entry.STEP, number)
         return PendingResult([work], lambda: self._note(*self._hear(work, heard)))
 
     def join(self) -> int:
-        """Take part in the calls of other ranks until all ranks have joined. A rank calls this method when it has no work left.
+        """Take part with zeros in the collectives of other ranks, until all ranks have joined.
+
+        A rank calls this method when its own loop has ended.
 
         Returns:
-            The rank that had work for the longest time; if there are several, the largest. All ranks return the same number.
+            The rank that joined last. If several ranks joined last, the largest of them. All ranks return the same number.
         """
         while True:
             present, entries = self._hear(*self._issue(_Entry.JOINED, 0))
