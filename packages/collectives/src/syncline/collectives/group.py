@@ -30,11 +30,12 @@ DEFAULT_SILENCE_TIMEOUT_S = 30.0
 class ProcessGroup(ABC):
     """A set of ranks that issue the same collectives in the same order.
 
-    **Calls.** Every rank calls every collective, in the same order, with matching arguments. Only two ranks call `send` and
-    `recv`. Any thread may call a method, but the order of the calls must be the same on all ranks.
+    **Calls.** Every rank calls every collective, in the same order, with matching arguments. For a transfer, one rank calls
+    `send` and one rank calls `recv`. Any thread may call a method, but the order of the calls must be the same on all ranks.
 
-    **Results.** Each collective returns a `Work`. With `async_op=False` the collective has finished when the method returns.
-    With `async_op=True` do not read or write the tensors until the work's `wait()` returns.
+    **Results.** Each collective returns a `Work`. With `async_op=False` the collective has finished when the method returns (on
+    CUDA, the current stream waits for the collective instead). With `async_op=True` do not read or write the tensors until the
+    work's `wait()` returns.
 
     **Tensors.** Any dtype can be sent; `ReduceOp` lists the dtypes of each reduction. A tensor's device must be of a type in
     `device_types`. Outputs are written in place, also if they are not contiguous. Tensors may be empty or without dimensions.
@@ -55,7 +56,8 @@ class ProcessGroup(ABC):
         name: the group's name in error messages.
         timeout_s: the time limit of one collective, in seconds.
         torch_group: the group of torch.distributed that carries out the calls; None if Syncline carries them out itself.
-        hosts: the host of each rank of the default group, in the format of `startup.nodes.in_words`. None if not known.
+        hosts: for each rank of the default group, the boot id and the name of its host, with a space between them. None if the
+            ranks have not exchanged these texts.
     """
 
     torch_group: Any = None
@@ -94,9 +96,9 @@ class ProcessGroup(ABC):
 
     @property
     def profiled_as(self) -> str | None:
-        """The prefix of the names of this group's collectives in torch's profiler.
+        """The prefix under which torch's profiler shows this group's collectives, such as "syncline-mpi".
 
-        None if this group adds no names to the profile.
+        None if this group adds nothing to the profile.
         """
         return f"syncline-{self.backend_name}"
 
@@ -278,8 +280,8 @@ class ProcessGroup(ABC):
 
         Args:
             output: any shape. Overwritten. It may be this rank's part of `tensor`.
-            tensor: any shape, the dtype of `output`, and `size` times as many elements. Only read, except for a part that is
-                `output`.
+            tensor: any shape, the dtype of `output`, and `size` times as many elements. Only read, unless `output` is a part of
+                `tensor`; then this part is overwritten.
             op: see `ReduceOp`.
             async_op: if true, do not wait for the result.
         """
@@ -297,8 +299,8 @@ class ProcessGroup(ABC):
         """For each rank r, send `inputs[r]` to rank r, and receive `outputs[r]` from rank r.
 
         Args:
-            outputs: `size` tensors of any shapes. `outputs[s]` on rank r has as many elements as `inputs[r]` on rank s.
-                Overwritten.
+            outputs: `size` tensors of any shapes. `outputs[s]` on rank r receives `inputs[r]` of rank s, and these two must
+                have the same number of elements. Overwritten.
             inputs: `size` tensors with the dtype of the outputs. Only read.
             async_op: if true, do not wait for the result.
 
@@ -334,8 +336,8 @@ class ProcessGroup(ABC):
         Args:
             output: the dtype of `tensor`, and rows of the same shape as in `tensor`. Overwritten.
             tensor: at least one dimension. The first dimension counts the rows. Only read.
-            output_split_sizes: the number of rows from each rank. None means equal numbers.
-            input_split_sizes: the number of rows to each rank. None means equal numbers.
+            output_split_sizes: for each rank, how many rows this rank receives from that rank. None means equal numbers.
+            input_split_sizes: for each rank, how many rows this rank sends to that rank. None means equal numbers.
             async_op: if true, do not wait for the result.
         """
         name = "all_to_all_single"
@@ -364,8 +366,10 @@ class ProcessGroup(ABC):
         Args:
             tensor: any shape and dtype. Do not write it before the work has finished.
             dst: another rank in this group.
-            tag: a number, 0 or above; the receiver passes the same number. Syncline reserves the tags 32,000 to 32,767.
-            async_op: if true, return at once. If false, `send` may wait for the receiver.
+            tag: a number, 0 or above; the receiver passes the same number. Over NCCL, the only tag is 0. Syncline reserves the
+                tags 32,000 to 32,767.
+            async_op: if true, return at once. If false, return when the tensor may be written again; `send` may have to wait
+                for the receiver.
         """
         self._check_peer("send", dst, tag)
         self._check_tensors("send", reads=(tensor,))
@@ -377,7 +381,8 @@ class ProcessGroup(ABC):
 
         Args:
             tensor: the dtype and the number of elements of the sent tensor. Overwritten.
-            src: another rank in this group. None means any rank; the work's `source_rank()` names the sender.
+            src: another rank in this group. None means any rank (not over NCCL); then the work's `source_rank()` names the
+                sender.
             tag: the tag that the sender passes.
             async_op: if true, do not wait for the tensor.
         """
@@ -393,11 +398,14 @@ class ProcessGroup(ABC):
         return self._issue(Signature("barrier"), (), (), async_op)
 
     def split(self, color: int | None, key: int | None = None, *, timeout_s: float | None = None) -> ProcessGroup | None:
-        """Make one new group for each color, of the ranks that pass this color. Every rank of this group calls this method.
+        """Divide this group into new groups: ranks that pass the same color are in the same new group.
+
+        Every rank of this group calls this method.
 
         Args:
             color: a number, 0 or above. None means that this rank joins no new group.
-            key: the new group orders its ranks by key, then by their rank in this group. None means this rank's number.
+            key: the new group orders its ranks by key, then by their rank in this group. If all ranks pass None, the order
+                stays as in this group.
             timeout_s: the new group's time limit, in seconds. None means the time limit of this group.
 
         Returns:
@@ -417,12 +425,13 @@ class ProcessGroup(ABC):
         """Make a new group of some ranks of this group. Only the new members call this method, all with the same arguments.
 
         Args:
-            members: ranks of this group, including this rank. The new group numbers its ranks in this order.
+            members: ranks of this group, including this rank. Rank `members[i]` of this group becomes rank i of the new group.
             name: the new group's name, which must differ from the names of all open groups.
             timeout_s: the new group's time limit, in seconds. None means the time limit of this group.
 
         Raises:
-            InvalidArgumentError: `members` is not valid, or the backend makes groups only with all ranks; then use `split`.
+            InvalidArgumentError: `members` is not valid, or the backend needs all ranks to make a group. In the second case,
+                call `split` on all ranks.
         """
         if (
             not checks.is_list_of_integers(members)
@@ -436,19 +445,23 @@ class ProcessGroup(ABC):
         return made
 
     def exchange_texts(self, text: str) -> list[str] | None:  # noqa: ARG002 - for subclasses that can
-        """Give every rank the texts of all ranks, in rank order. Return None if the group cannot exchange texts.
+        """Return the texts of all ranks, in rank order. None if the group cannot exchange texts.
 
-        All ranks call this method directly after they have connected.
+        `init_process_group` calls this method on all ranks, directly after they have connected.
         """
         return None
 
     # ---- memory ----
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Allocate the memory that is fastest for collectives of this group. All ranks call this, with the same arguments.
+        """Allocate a tensor in the memory that is fastest for collectives of this group.
+
+        Over MPI, for example, this is memory that the ranks of a node share. All ranks call this method, with the same
+        arguments.
 
         Returns:
-            A flat, uninitialised tensor of `numel` elements; from `torch.empty` if the backend has no special memory.
+            A flat, uninitialised tensor of `numel` elements. If the backend has no special memory, the tensor is
+                from `torch.empty`.
         """
         self._refuse_if("allocate", checks.no_size(numel, dtype))
         return torch.empty(numel, dtype=dtype, device=device)
@@ -457,7 +470,11 @@ class ProcessGroup(ABC):
 
     @property
     def has_total_order(self) -> bool:
-        """Whether a callback of a future may issue collectives. If false, their order could differ between ranks."""
+        """Whether a callback of a work's future may issue collectives of this group.
+
+        If true, all ranks run the callback's collectives and all other collectives in one order. If false, the order could
+        differ between ranks, so wait for the work and then issue the collectives.
+        """
         return True
 
     @property
@@ -466,7 +483,10 @@ class ProcessGroup(ABC):
         return True
 
     def meeting_store(self) -> dist.Store | None:
-        """Return the store in which the ranks found each other, or None. Other groups can use this store, too."""
+        """Return the store in which the ranks found each other, so that other groups of these ranks can meet there, too.
+
+        None if the group has no such store, for example because its ranks met over MPI.
+        """
         return None
 
     # ---- marks, and the comparison of calls ----
@@ -488,34 +508,36 @@ class ProcessGroup(ABC):
             self._marks.pop(get_ident(), None)
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:  # noqa: ARG002
-        """The algorithm that this rank uses for a collective on tensors of this dtype and shape.
+        """Return the algorithm that this rank has used for a collective on tensors of this dtype and shape.
 
-        If it depends on the reduction or root, the answer is for the reduction and root whose first use is the most recent.
+        The algorithm may also depend on the reduction and the root. If this rank has used several reductions or roots on such
+        tensors, the answer is for the one that came into use last.
 
         Args:
             name: the method's name, such as "all_reduce".
             tensor: a tensor of the dtype and shape that you ask about.
 
         Returns:
-            A word or two for logs, such as "window" or "MPI". None if this rank has made no such call, or if the backend names
-                no algorithms.
+            A word or two for logs, such as "window" or "MPI". None if this rank has made no such call recently, or if the
+                backend names no algorithms.
         """
         return None
 
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:  # noqa: ARG002 - for subclasses that can
-        """Compare the collectives that the ranks have called since the group was made. All ranks call this method.
+        """Check that all ranks have called the same collectives since the group was made. All ranks call this method.
 
         Returns:
-            A work. None if the ranks compare each call anyway, or if this group cannot compare calls.
+            The work of the comparison. None if there is no work to wait for: the ranks compare each call anyway, or this group
+                cannot compare calls, or another thread compares the calls (over NCCL, with `async_op=True`).
 
         Raises:
-            DisagreementError: the ranks called different collectives, so results are wrong. All ranks raise this error; with
-                `async_op=True`, the work's `wait` raises it.
+            DisagreementError: the ranks called different collectives, so results are wrong. All ranks raise this error. With
+                `async_op=True`, the work's `wait` raises the error instead; over NCCL, the group fails with this error.
         """
         return None
 
     def verify_calls(self, *, async_op: bool = False) -> NoReturn:  # noqa: ARG002 - the older signature
-        """The older name of `agree_on_calls`.
+        """Raise an error that says that this method is now called `agree_on_calls`.
 
         Raises:
             MisuseError: always.
@@ -523,22 +545,27 @@ class ProcessGroup(ABC):
         raise MisuseError("verify_calls is now called agree_on_calls; call group.agree_on_calls(async_op=...)")
 
     def end_together(self, companion: ProcessGroup) -> None:  # noqa: B027 - for subclasses that can
-        """Close `companion`, a group of the same ranks, when this group is closed, and abort it when this group is aborted.
+        """Let the group `companion`, which has the same ranks, end together with this group.
 
-        Groups made of other groups, and groups of torch, ignore this call.
+        When this group is closed, this group first closes `companion`, or aborts `companion` after a failure. When this group
+        is aborted, this group aborts `companion`, too. Groups made of other groups, and groups of torch, ignore this call:
+        there, the caller must end the companion.
         """
 
     def is_in_callback(self) -> bool:
-        """Whether this thread runs a callback of one of the group's works."""
+        """Whether this thread runs a callback that belongs to a work of this group. Always false for a group of torch."""
         return False
 
     # ---- after a loss ----
 
     def expect_losses(self, are_expected: bool) -> None:  # noqa: B027 - for groups that write reports
-        """Say whether the program goes on when a rank is lost. If so, the group writes no report of a loss."""
+        """Tell the group whether the program goes on after the loss of a rank, as elastic training does.
+
+        If true, the group writes no report when a call fails with a `TransportError`. By default the group writes such reports.
+        """
 
     def missing_for_shrink(self) -> str | None:
-        """Return why `shrink` cannot work here and what to do instead. None if `shrink` can work."""
+        """Return None if `shrink` can work for this group. Otherwise return a text: why not, and what to do instead."""
         return (
             f"backend '{self.backend_name}' cannot connect the ranks that are left when one is lost; use backend 'gloo' with "
             "init_method='file:///shared/folder', or save checkpoints and let the launcher start the job again"
@@ -550,12 +577,13 @@ class ProcessGroup(ABC):
         All survivors get a new group with the same members, in the old order, even if another rank dies during the call. The
         method aborts this group. Do not use this group, its sub-groups, or memory from its `allocate` again.
 
-        Calls that were in flight may have finished on some ranks only. So agree in the new group on the step from which to go
-        on.
+        Calls that were in flight may have finished on some ranks and failed on others. So let the ranks agree, in the new
+        group, on the training step from which they go on.
 
         Args:
-            silence_timeout_s: how long, in seconds, to wait for a rank that may still run. Then the survivors go on without the
-                rank. Over MPI, `shrink` fails instead; the program may call `shrink` again.
+            silence_timeout_s: how long, in seconds, to wait for a rank that may still run but does not call `shrink`. After
+                this time the survivors go on without the rank. Over MPI, `shrink` fails instead, and the program may call
+                `shrink` again.
 
         Returns:
             The new group, with the name and the time limit of this group.
@@ -572,20 +600,24 @@ class ProcessGroup(ABC):
         return self._shrink(silence_timeout_s)
 
     def meets_in(self, host: ProcessGroup) -> bool:  # noqa: ARG002 - for subclasses that do
-        """Whether the ranks of this group find each other through the group `host`. If so, `beside` can make a new group."""
+        """Whether the ranks of this group found each other through the group `host`, as the ranks of an NCCL group may do.
+
+        If true, `beside` can replace this group when a new group replaces `host` after a loss. If false, do not call `beside`.
+        """
         return False
 
     def beside(self, host: ProcessGroup) -> ProcessGroup:
-        """Make a group like this one from the ranks of the new group `host`, through which the ranks find each other.
+        """Replace this group after a loss: make a group like this one, but with the ranks of the new group `host`.
 
-        The caller first aborts this group. `meets_in` must be true for the group that `host` replaces.
+        The ranks find each other through `host`. The caller first aborts this group. `meets_in` must be true for the old group
+        that `host` replaces.
         """
         raise NotImplementedError  # only called if `meets_in` is true
 
     # ---- with newcomers ----
 
     def missing_for_admit(self) -> str | None:
-        """Return why `admit` cannot work here and what to do instead. None if `admit` can work."""
+        """Return None if `admit` can work for this group. Otherwise return a text: why not, and what to do instead."""
         return (
             f"backend '{self.backend_name}' cannot let processes in that come later; use backend 'gloo' with "
             "init_method='file:///shared/folder'"
@@ -593,7 +625,10 @@ class ProcessGroup(ABC):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """For each rank, the number of its process. A process keeps its number in all groups that `shrink` or `admit` makes."""
+        """For each rank of this group, the number of its process, which names the process also after a loss.
+
+        After `shrink` or `admit`, a process may have another rank, but keeps its number.
+        """
         return tuple(range(self.size))
 
     @property
@@ -602,7 +637,11 @@ class ProcessGroup(ABC):
         return False
 
     def newcomers(self) -> int:
-        """Return the number of processes that wait for `admit`. Ranks may see different numbers. Costs a few store reads."""
+        """Return how many newcomers (processes that join a running job) wait to be let in by `admit`.
+
+        Ranks may see different numbers. So before they all call `admit`, let the ranks agree, for example by a broadcast of
+        rank 0's number. Cost: a few reads of the store.
+        """
         return 0
 
     def admit(self, *, silence_timeout_s: float = DEFAULT_SILENCE_TIMEOUT_S, limit: int | None = None) -> ProcessGroup:
@@ -615,7 +654,8 @@ class ProcessGroup(ABC):
         `allocate` afterwards.
 
         Args:
-            silence_timeout_s: on a member, the same as in `shrink`. On a newcomer, how long to wait to be let in, in seconds.
+            silence_timeout_s: on a member, how long to wait for another member that may still run, in seconds; see `shrink`. On
+                a newcomer, how long to wait to be let in, in seconds.
             limit: the largest number of newcomers to let in, in the order in which they came. None lets all newcomers in.
 
         Returns:
@@ -639,15 +679,16 @@ class ProcessGroup(ABC):
     def close(self) -> None:
         """Finish all issued calls, then release the group's resources. All ranks call this. A second call does nothing.
 
-        After its calls have finished, a rank waits at most 60 seconds for the other ranks to close, and raises no error if they
-        do not.
+        After this rank's calls have finished, the method waits at most 60 seconds for the other ranks to close. A missing rank
+        is no error here.
         """
 
     @abstractmethod
     def abort(self) -> None:
         """End the group without waiting for calls in flight. A rank may call this method without the other ranks.
 
-        A thread that waits for a call of this group gets a `TransportError`.
+        Call this method instead of `close` after a failure, when other ranks may never call `close`. A thread that waits for a
+        call of this group gets a `TransportError`.
         """
 
     # ---- what a backend implements ----

@@ -61,7 +61,9 @@ Reduction: TypeAlias = ReduceOp | PremulSum
 
 
 def premul_sum(factor: float) -> PremulSum:
-    """Return the reduction that adds up factor * tensor over the ranks, for floating-point and complex dtypes only.
+    """Return the reduction that multiplies each rank's tensor by `factor`, then adds up the products of all ranks.
+
+    Only for floating-point and complex dtypes. All ranks pass the same factor.
 
     Raises:
         InvalidArgumentError: the factor is not a finite number.

@@ -199,7 +199,10 @@ class Work(ABC):
 
     @abstractmethod
     def is_completed(self) -> bool:
-        """Whether the collective has finished, with or without an error. Never blocks."""
+        """Whether the collective has finished, with or without an error. Never blocks.
+
+        Do not poll this method instead of calling `wait`: a send or receive over Gloo counts as finished only after `wait`.
+        """
 
     @abstractmethod
     def exception(self) -> BaseException | None:
@@ -207,26 +210,29 @@ class Work(ABC):
 
     @abstractmethod
     def result(self) -> list[torch.Tensor]:
-        """The output tensors: the same objects that were passed to the call. Call this method after `wait`."""
+        """Return the output tensors: the same objects that were passed to the collective. Call this method after `wait`."""
 
     def source_rank(self) -> int | None:
-        """Return the sender's rank in the group if this is the work of a finished receive, otherwise None."""
+        """Return the sender's rank in the group, after a receive has finished. None for every other work."""
         return None
 
     @abstractmethod
     def get_future(self) -> TensorsFuture:
         """Return a `torch.futures.Future` of this work. Its value is the list of output tensors.
 
-        A callback that is attached before the collective has finished runs on the thread that finishes the collective. A later
-        callback runs at once, on the caller's thread. If a callback issues a collective, the collective runs inside the
-        callback, before the calls in the group's queue.
+        If you attach a callback before the collective has finished, the callback runs on the thread that finishes the
+        collective. If you attach a callback later, the callback runs at once, on your thread.
+
+        If a callback issues a collective, this collective runs inside the callback, before the calls in the group's queue. On
+        every rank, attach such a callback before you issue the group's next collective, or after `wait`. Otherwise the callback
+        is late, and its collective raises a `MisuseError`. See also `ProcessGroup.has_total_order`.
         """
 
     def before_end(self, action: Callable[[], None]) -> None:
-        """Run a quick action when the call is over, before any `wait` returns. If the call is over already, run the action now.
+        """Run a quick action at the end of the call, before any `wait` returns, for example to take the time of the end.
 
-        The action must not take a lock and must not call Syncline. `FutureWork` may run the action a moment after `wait` has
-        returned.
+        If the call is over already, run the action now. The action must not take a lock and must not call Syncline. If the work
+        stands on a future of torch (a `FutureWork`, or a work of a `TorchGroup`), the action may run a moment after `wait`.
         """
         self.get_future().add_done_callback(lambda _: action())
 

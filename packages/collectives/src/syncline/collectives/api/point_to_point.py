@@ -40,8 +40,8 @@ def irecv(
     """Begin to receive a tensor, and return a `Work` at once.
 
     Do not use the tensor before the work has finished. Pass the sender as `src` (a rank of the default group) or as `group_src`
-    (a rank of the group). Without both, the tensor may come from any rank, and the work's `source_rank()` names the sender. See
-    [`ProcessGroup.recv`][syncline.collectives.ProcessGroup.recv].
+    (a rank of the group). Without both, the tensor may come from any rank (not over NCCL); then the work's `source_rank()` is
+    the sender's rank in the group. See [`ProcessGroup.recv`][syncline.collectives.ProcessGroup.recv].
     """
     chosen = resolve_group(group)
     source = None if src is None and group_src is None else rank_in(chosen, src, group_src)
@@ -73,7 +73,7 @@ def recv(
     """Receive a tensor, and return the sender's rank in the default group.
 
     Pass the sender as `src` (a rank of the default group) or as `group_src` (a rank of the group). Without both, the tensor may
-    come from any rank. See [`ProcessGroup.recv`][syncline.collectives.ProcessGroup.recv].
+    come from any rank (not over NCCL). See [`ProcessGroup.recv`][syncline.collectives.ProcessGroup.recv].
     """
     chosen = resolve_group(group)
     work = irecv(tensor, src, group, tag, group_src)

@@ -169,8 +169,8 @@ def all_gather_rows(tensor: torch.Tensor, group: ProcessGroup | None = None, asy
     Args:
         tensor: at least one dimension; only read. The dtype and all dimensions but the first are the same on every rank.
         group: None means the default group.
-        async_op: if true, return a `PendingResult` of the new tensor. The call itself still waits until the ranks have
-            exchanged their numbers of rows. Then autograd does not work.
+        async_op: if true, return a `PendingResult` of the new tensor, and do without autograd. The call itself still waits
+            until the ranks have exchanged their numbers of rows.
 
     Cost: an all-gather of 16 bytes from each rank, then an all-gather of the rows, padded to the rank with the most rows.
 
@@ -404,8 +404,8 @@ def all_to_all_rows(
         tensor: at least one dimension; only read. The dtype and all dimensions but the first are the same on every rank.
         splits: for each rank, how many rows go to this rank, in the order of the rows; None means equal numbers.
         group: None means the default group.
-        async_op: if true, return a `PendingResult` of the pair. The call itself still waits until the ranks have exchanged
-            their numbers of rows. Then autograd does not work.
+        async_op: if true, return a `PendingResult` of the pair, and do without autograd. The call itself still waits until the
+            ranks have exchanged their numbers of rows.
 
     Returns:
         A pair: the received rows, in the order of the ranks that sent them; and for each rank, the number of rows from it.

@@ -24,25 +24,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConnectRequest:
-    """The request with which `init_process_group` asks a backend to connect the ranks of the job.
+    """The values that `Backend.connect` needs to connect the ranks of the job. `init_process_group` makes such a request.
 
     Attributes:
         launch: the values that the launcher gave this process, or None if no launcher started this process.
         rank, world_size: the arguments that the caller gave to `init_process_group`, or None.
         init_method: the URL where the ranks meet ("env://", "file://...", "tcp://..."; see `rendezvous`), or None.
-        store: a store of Syncline or torch in which the ranks meet, without keys of an earlier run. None: use `init_method`.
+        timeout_s: the time limit of each collective, in seconds.
+        group_name: the name of the group in error messages.
+        store: a store of Syncline or torch in which the ranks meet, without keys of an earlier run. If None, the ranks meet in
+            another way, such as `init_method`.
         reproducible: whether reductions must give the same bits in every run. A backend that cannot do this must refuse to
             connect.
         host_group: a group of the same ranks for tensors in host memory, or None. As long as the new group
             lives, a backend for GPUs may call `send` and `recv` of `host_group`.
-        check_calls: whether the ranks must compare each collective before it starts. A backend that cannot do this must refuse
-            to connect.
+        check_calls: whether the ranks must compare each collective before the collective starts. A backend that cannot do this
+            must refuse to connect.
+        thresholds: the tensor sizes from which a backend uses another algorithm.
         stall_warning_s: after this many seconds in one call, rank 0 logs which rank waits for which rank. 0 means never.
         communicator: an mpi4py communicator, whose ranks become the ranks of the group. None means all ranks of the MPI job.
-        interfaces: the network interfaces on which ranks of several hosts meet, and on which Gloo communicates; if empty, the
-            backend finds interfaces.
+        interfaces: the network interfaces on which ranks of several hosts meet, and on which Gloo communicates. If empty, the
+            backend chooses interfaces itself.
         spin_s: how many seconds a waiting rank polls before it begins to sleep between two polls.
-        joins: whether this process starts later than the other ranks, and waits until they let it in (`ProcessGroup.admit`).
+        joins: whether this process is a newcomer: it starts later than the ranks of the job, and these ranks let this process
+            in by `ProcessGroup.admit`.
         devices: the types of device whose tensors the group will get, such as {"cpu"}. None means all types that the backend
             serves.
     """
@@ -92,28 +97,29 @@ def apply_to_process(settings: Settings) -> None:
 
 
 class Backend(ABC):
-    """One way to connect ranks. A package offers an instance by an entry point in the group "syncline.backends".
+    """Connects the ranks of a job through one communication library. Write a subclass to add a backend to Syncline.
 
-    Importing or constructing a backend must be cheap and must not import mpi4py or CuPy.
+    A package offers an instance of the subclass by an entry point in the group "syncline.backends". The entry point's name is
+    the backend's name. Importing or constructing a backend must be cheap and must not import mpi4py or CuPy.
     """
 
     @property
     def meets_in_store(self) -> bool:
-        """Whether the ranks can meet in a store. If this is false, `connect` refuses a request with a store."""
+        """Whether the ranks can find each other in a store. If false, `connect` must refuse a request that has a store."""
         return False
 
     @property
     def serves_newcomers(self) -> bool:
-        """Whether a process can join a job that runs. If this is false, `connect` gets no request with `joins`."""
+        """Whether a process can join a running job over this backend. If false, `connect` gets no request with `joins`."""
         return False
 
     @abstractmethod
     def missing(self) -> str | None:
-        """Return a sentence that says why this backend cannot work here, and the remedy. None if the backend can work."""
+        """Return None if this backend can work in this process. Otherwise return a text: why not, and the remedy."""
 
     @abstractmethod
     def connect(self, request: ConnectRequest) -> ProcessGroup:
-        """Connect the ranks of the job. All ranks call this method.
+        """Connect the ranks of the job, and return their group. All ranks call this method.
 
         Raises:
             BackendUnavailableError: something is missing (see `missing`).

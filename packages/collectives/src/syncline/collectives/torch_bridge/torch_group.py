@@ -47,10 +47,10 @@ _RING_FROM_RANKS = 4
 
 
 def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
-    """Return a Syncline group for a group of torch.distributed.
+    """Return a Syncline group for a group of torch.distributed, so that Syncline's functions can use the torch group.
 
-    If `torch_backend` made the torch group, return the Syncline group that carries out its calls. Otherwise return a new
-    `TorchGroup`.
+    If the torch group has one of Syncline's backends (see `torch_backend`), the result is the Syncline group that carries out
+    the torch group's calls. Otherwise the result is a new `TorchGroup`.
 
     Args:
         torch_group: a group of torch.distributed; None means torch's default group.
@@ -75,8 +75,13 @@ def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
 class TorchGroup(ProcessGroup):
     """A torch.distributed group as a Syncline group. Each collective is issued at once, on the caller's thread.
 
-    If the callback of a future issues a collective, its order relative to collectives of other threads is not defined. Closing
-    this group does not close the torch group.
+    If a callback of a work's future issues a collective, this collective has no defined order relative to collectives of other
+    threads. Closing this group does not close the torch group.
+
+    Args:
+        torch_group: a group of torch.distributed, or a `Backend` object of torch.
+        name: the group's name in error messages.
+        timeout_s: the time limit of a call with `async_op=False`, and of a send or receive, in seconds.
     """
 
     def __init__(
@@ -115,7 +120,7 @@ class TorchGroup(ProcessGroup):
 
     @property
     def profiled_as(self) -> None:
-        """None: torch itself shows the calls in the profile."""
+        """None, because torch itself shows the calls in its profile."""
 
     def describe(self) -> str:
         """Return the name of the torch group's backend, and torch's version."""
@@ -132,7 +137,10 @@ class TorchGroup(ProcessGroup):
     @contextmanager
     @override
     def marked(self, mark: str) -> Iterator[None]:
-        """See `ProcessGroup.marked`. In this class, `agree_on_calls` compares only the marks, not the calls."""
+        """A context manager that sets a mark: a text that says which part of the program runs. See `ProcessGroup.marked`.
+
+        In this class, `agree_on_calls` compares only the marks of the ranks, not their calls.
+        """
         self._marks_said += 1
         self._latest_mark, self._marks_digest = mark, crc32(f"{mark}\n".encode(), self._marks_digest)
         yield
@@ -141,7 +149,9 @@ class TorchGroup(ProcessGroup):
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
         """Compare the marks (see `marked`) that each rank has set since the last comparison.
 
-        Cost: an all_reduce of 16 bytes. Nothing if there are no new marks, or the group does not serve the CPU.
+        If there are no new marks, or the group does not serve the CPU, the method compares nothing and returns None.
+
+        Cost: an all_reduce of 16 bytes.
         """
         if self.size == 1 or self._marks_said == self._marks_compared or "cpu" not in self._device_types:
             return None
@@ -279,12 +289,12 @@ class TorchGroup(ProcessGroup):
         return self._transfer(self.start_recv(wire, src, tag), tensor, deliver, async_op)
 
     def start_send(self, wire: torch.Tensor, dst: int, tag: int) -> TorchRequest:
-        """Begin to send a tensor that `in_plain_order` has returned."""
+        """Begin to send a contiguous tensor, and return the request. For transports; programs call `send`."""
         torch_work = _begun(lambda: self.torch_group.send([bytes_of(wire)], dst, tag))
         return TorchRequest(torch_work, wire, receives=False)
 
     def start_recv(self, wire: torch.Tensor, src: int | None, tag: int) -> TorchRequest:
-        """Begin to receive into a tensor that `in_plain_order` has returned."""
+        """Begin to receive into a contiguous tensor, and return the request. For transports; programs call `recv`."""
         into = [bytes_of(wire)]
         group = self.torch_group
         torch_work = _begun(lambda: group.recv_anysource(into, tag) if src is None else group.recv(into, src, tag))
