@@ -54,16 +54,26 @@ class Compressor(ABC):
         """
 
     def exchange(self, group: ProcessGroup, message: torch.Tensor) -> tuple[Work, torch.Tensor]:
-        """Start the collective that transfers the messages of all ranks. By default every rank gets every message.
+        """Start the collective by which each rank gets the messages of all ranks. Every rank must call this method.
+
+        A subclass may use another collective that combines the messages; see `LinearCompressor`.
 
         Returns:
-            The work, and a tensor with one row for each message, which is filled when the work has finished.
+            The work, and a tensor with one row for each message. Read the tensor only after the work has finished.
         """
         messages = message.new_empty(group.size, message.numel())
         return group.all_gather_into_tensor(messages, message, async_op=True), messages
 
     def mean(self, messages: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Return the mean over all messages. All ranks add in the same order, so they get the same bits."""
+        """Return the mean of the gradients in all messages, one tensor for each gradient.
+
+        All ranks add in the same order, so they get the same bits.
+
+        Args:
+            messages: the tensor that `exchange` has returned.
+            like: tensors with the shapes and dtype of the gradients.
+            seed: the seed that `compress` got for these messages.
+        """
         total = self.decompress(messages[0], like, seed)
         for message in messages[1:]:
             for into, term in zip(total, self.decompress(message, like, seed), strict=True):
@@ -75,7 +85,11 @@ class LinearCompressor(Compressor):
     """A compressor whose messages can be averaged without decompression, by one all_reduce."""
 
     def exchange(self, group: ProcessGroup, message: torch.Tensor) -> tuple[Work, torch.Tensor]:
-        """Start an all_reduce that averages the messages of all ranks to a single message."""
+        """Start an all_reduce that averages the messages of all ranks.
+
+        Returns:
+            The work, and a tensor with a single row, the mean message. Read the tensor only after the work has finished.
+        """
         mean = message.clone()
         return group.all_reduce(mean, ReduceOp.AVG, async_op=True), mean.unsqueeze(0)
 

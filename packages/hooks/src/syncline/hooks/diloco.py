@@ -45,14 +45,16 @@ class DiLoCoOptimizer(WrappingOptimizer):
         sync_every: H, the number of inner steps between two outer steps, the same on all ranks.
         outer_lr: the learning rate of the outer optimizer, above 0.
         outer_momentum: the momentum of the outer optimizer, at least 0 and below 1.
-        fragments: synchronise parts of the parameters in turn (Streaming DiLoCo). The number of fragments, or for each fragment
-            a list of parameter names.
-        overlap_steps: for how many inner steps an average runs in the background, from 0 to `sync_every` - 1.
-        mixing: the weight of a parameter's present value in the outer step, at least 0 and below 1. 0 if `overlap_steps` is 0.
-            The second paper recommends 0.5.
+        fragments: the number of parts (fragments) of the parameters that are synchronised in turn (Streaming DiLoCo). Or for
+            each fragment a list of parameter names. 1: all parameters are synchronised together.
+        overlap_steps: for how many inner steps an average runs in the background, from 0 to `sync_every` - 1. 0: `step` waits
+            for the average.
+        mixing: the weight of a parameter's present value in the outer step, at least 0 and below 1. It must be 0 if
+            `overlap_steps` is 0. With overlap, the second paper recommends 0.5.
         compressor: for example `Int8()`. The ranks send only the changes since the latest synchronisation, compressed with
             error feedback. None: the ranks send whole parameters.
-        seed: the compressor's seed, 0 to 2**32 - 1; 0 without a compressor.
+        seed: the seed for compressors that choose at random, 0 to 2**32 - 1, the same on all ranks. It must be 0 without a
+            compressor.
 
     Bytes sent by each rank for each step, on average: one all_reduce of all parameters (16-bit parameters as float32), divided
     by H. With a compressor: one all_gather of its message, divided by H.
@@ -115,21 +117,25 @@ class DiLoCoOptimizer(WrappingOptimizer):
 
     @property
     def fragments(self) -> list[list[str]]:
-        """The names of the parameters of each fragment."""
+        """The names of the parameters in each fragment, one list for each fragment. A fragment is synchronised as a whole."""
         return [list(fragment.parameters) for fragment in self._fragments]
 
     @property
     def statistics(self) -> HookStatistics:
-        """The bytes that this rank has passed to collectives, and the bytes of the parameters before compression."""
+        """The bytes that this rank has sent to average parameters, and the bytes of these parameters before compression.
+
+        Broadcasts do not count. `seconds_by_stage` stays empty.
+        """
         return self._exchange.statistics
 
     def __repr__(self) -> str:
         return f"DiLoCoOptimizer({self.optim!r}, sync_every={self.sync_every}, fragments={len(self._fragments)})"
 
     def step(self, closure: Any = None) -> Any:
-        """Step the inner optimizer. Then take the outer steps and start the averages that are due.
+        """Step the inner optimizer, and communicate if an outer step is due.
 
-        All ranks must take the same number of steps.
+        The result is the result of the inner optimizer's `step`. All ranks must take the same number of steps. After the inner
+        step, this method takes the outer steps that are due, and starts the averages that are due.
         """
         loss = self.optim.step(closure)
         self.steps += 1
@@ -144,10 +150,12 @@ class DiLoCoOptimizer(WrappingOptimizer):
         return loss
 
     def synchronize(self) -> None:
-        """Finish all averages in progress. Then take one more outer step of every fragment, without mixing.
+        """Make all replicas equal, for example at the end of training. A collective.
 
-        A collective. Call it at the end of training, to make the replicas equal. With one fragment and no overlap, replicas are
-        already equal after every outer step; do not call `synchronize` there.
+        This method finishes all averages in progress. Then it takes one more outer step of every fragment, without mixing.
+
+        With one fragment and no overlap, the replicas are equal after every outer step. If the latest `step` took an outer
+        step, do not call `synchronize`: it would only continue the outer momentum.
         """
         for fragment in self._fragments:
             fragment.finish_if_due(None)
@@ -161,8 +169,8 @@ class DiLoCoOptimizer(WrappingOptimizer):
         """Return the inner optimizer's state, with the outer optimizer's state under the additional key "outer".
 
         The method waits for averages in progress. With sites, all ranks of a site must call this method. With a compressor,
-        save the state on every rank. To continue with another number of ranks, merge the entries "outer" of all ranks with
-        `merge_states`.
+        save the state on every rank, because each rank has its own error feedback. To continue with another number of ranks,
+        pass the entries "outer" of all ranks' states to `merge_states`.
         """
         exchange = self._exchange
         outer = {
@@ -204,7 +212,7 @@ class DiLoCoOptimizer(WrappingOptimizer):
             fragment.load(saved, under_way.get(tuple(fragment.parameters)))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - always refused
-        """Raise an error, because this optimizer accepts no further parameters.
+        """Raise an error, because the parameters of this optimizer are fixed. Make a new optimizer for more parameters.
 
         Raises:
             MisuseError: always.

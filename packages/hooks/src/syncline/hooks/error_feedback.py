@@ -11,11 +11,13 @@ from syncline.collectives import MisuseError
 
 
 class ErrorFeedback:
-    """The parts of this rank's gradients that the latest compression left out (errors), by parameter name.
+    """Stores the errors of compression on this rank, so that a hook can add them to the next step's gradients.
+
+    An error is the part of a gradient that the latest compression left out. Each parameter name has at most one error.
 
     Source: Seide et al., "1-bit stochastic gradient descent", 2014; Karimireddy et al., "Error feedback fixes SignSGD", 2019.
 
-    Memory: the size of the compressed gradients before compression.
+    Memory: the size of the gradients that are compressed.
     """
 
     def __init__(self) -> None:
@@ -25,7 +27,13 @@ class ErrorFeedback:
         return len(self._errors)
 
     def add_to(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Add the remembered errors of these parameters to their gradients, in place. Tensors may have any shape.
+        """Add each parameter's stored error to its gradient, in place. A parameter without a stored error keeps its gradient.
+
+        A hook calls this method before it compresses the gradients.
+
+        Args:
+            names: the parameters' names.
+            tensors: the parameters' gradients. They may have any shapes, for example flat.
 
         Raises:
             MisuseError: an error and its gradient differ in size, because the error was loaded from another model's state.
@@ -37,9 +45,13 @@ class ErrorFeedback:
             tensor.add_(self._errors[name].to(tensor.device).view(tensor.shape))
 
     def take(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
-        """Return the remembered error of a parameter, and forget it. The caller may overwrite the returned tensor.
+        """Return a parameter's error, and remove it from this object. None if no error is stored.
 
-        The error has the shape and the device of `like`, the parameter's gradient in any shape. None if no error is remembered.
+        The returned tensor belongs to the caller, who may overwrite it. The tensor has the shape and the device of `like`.
+
+        Args:
+            name: the parameter's name.
+            like: the parameter's gradient, in any shape.
 
         Raises:
             MisuseError: the error and the gradient differ in size, because the error was loaded from another model's state.
@@ -52,18 +64,20 @@ class ErrorFeedback:
     def remember(
         self, names: Sequence[str], errors: Sequence[torch.Tensor], shapes: Sequence[torch.Size] | None = None
     ) -> None:
-        """Keep the parts that compression left out. `errors` are not copied, so do not write to these tensors after this call.
+        """Store the parts of gradients that compression left out. They replace earlier errors of the same parameters.
+
+        The tensors in `errors` are not copied, so do not write to them after this call.
 
         Args:
             names: the parameters' names.
-            errors: for each parameter, the part that was left out. All numbers are finite.
+            errors: for each parameter, the part that was left out. All numbers must be finite.
             shapes: the parameters' shapes. None: the errors already have these shapes.
         """
         for number, (name, error) in enumerate(zip(names, errors, strict=True)):
             self._errors[name] = error if shapes is None else error.view(shapes[number])
 
     def forget(self, names: Sequence[str]) -> None:
-        """Drop the errors of some parameters."""
+        """Drop the errors of these parameters. Names without a stored error are ignored."""
         for name in names:
             self._errors.pop(name, None)
 

@@ -21,9 +21,9 @@ class PostLocalSGDState:
     The arguments are those of torch's class. Every rank passes the same arguments, except for its own subgroup.
 
     Args:
-        process_group: averages gradients in the first `start_localSGD_iter` steps. None: the group of the DDP.
-        subgroup: a group of Syncline or torch that averages gradients in all later steps, for example the ranks of a node.
-            Required (unlike in torch), unless `post_local_gradient_allreduce` is False.
+        process_group: the group that averages gradients in the first `start_localSGD_iter` steps. None: the group of the DDP.
+        subgroup: the group that averages gradients in all later steps, for example the ranks of a node. A group of Syncline or
+            torch. Required (unlike in torch), unless `post_local_gradient_allreduce` is False.
         start_localSGD_iter: the number of first steps in which gradients are averaged over all ranks, 0 or above.
         post_local_gradient_allreduce: whether gradients are averaged in later steps.
 
@@ -52,20 +52,27 @@ class PostLocalSGDState:
         self.iter = 0
 
     def maybe_increase_iter(self, bucket: Bucket) -> None:
-        """Count a step, if `bucket` is the step's last bucket."""
+        """Count a step if `bucket` is the step's last bucket. Otherwise do nothing.
+
+        `post_localSGD_hook` calls this method with every bucket.
+        """
         if bucket.is_last():
             self.iter += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps so far."""
+        """Return what a checkpoint needs: the number of steps so far, which is the same on all ranks."""
         return {"kind": _KIND, "format": FORMAT, "iter": self.iter}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise the error that `load_state_dict` would raise for this state. Change nothing."""
+        """Check whether this object can load a saved state. If it can, return None. Nothing changes in either case.
+
+        Raises:
+            MisuseError: the state belongs to another kind of hook.
+        """
         check_kind(state, _KIND)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
+        """Continue from a saved state: restore the number of steps.
 
         Raises:
             MisuseError: the state belongs to another kind of hook.

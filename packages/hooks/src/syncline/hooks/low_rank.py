@@ -40,7 +40,15 @@ def plan_matrix(shape: Sequence[int], rank: int, min_compression_rate: float) ->
 
 
 def compression_ratio(shapes: Sequence[Sequence[int]], rank: int, min_compression_rate: float = 1) -> float:
-    """Return the number of elements in gradients of these shapes, divided by the number of elements that are sent.
+    """Return the factor by which PowerSGD reduces the number of elements that a rank sends for these gradients.
+
+    A factor of 8 means that 1/8 of the elements is sent. PowerSGD sends a gradient as a whole if compression does not make it
+    smaller by more than `min_compression_rate`.
+
+    Args:
+        shapes: the shapes of the gradients.
+        rank: the `matrix_approximation_rank` of the `PowerSGDState`.
+        min_compression_rate: the `min_compression_rate` of the `PowerSGDState`, whose default is 2.
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", 2019,
     appendix F, where `min_compression_rate` is 1.

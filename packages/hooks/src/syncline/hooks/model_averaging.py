@@ -21,7 +21,7 @@ from syncline.collectives import (
 
 
 class ModelAverager(ABC):
-    """Averages a model's parameters over a group, after some of the optimizer's steps.
+    """The base class of objects that average a model's parameters over a group after some of the optimizer's steps.
 
     Args:
         process_group: a group of Syncline or torch; None: torch's default group.
@@ -39,10 +39,13 @@ class ModelAverager(ABC):
         self.step = 0
 
     def average_parameters(self, params: Iterable[Any]) -> None:
-        """Average the parameters if an average is due after this step. In any case, count the step.
+        """Count an optimizer step, and average the parameters over the group if an average is due after this step.
 
-        Every rank must call this method after every step. `params` are parameters, or an optimizer's parameter groups. As in
-        torch, parameters without a gradient stay unchanged. All ranks must have gradients for the same parameters.
+        Every rank must call this method after every step. As in torch, parameters without a gradient stay unchanged. All ranks
+        must have gradients for the same parameters.
+
+        Args:
+            params: parameters, or an optimizer's parameter groups.
 
         Cost of a step that averages: one all_reduce of the parameters for each dtype, and extra memory of the parameters' size.
         """
@@ -57,7 +60,7 @@ class ModelAverager(ABC):
 
 
 class PeriodicModelAverager(ModelAverager):
-    """Averages over the whole group every `period` steps, beginning with the first step after the warm-up.
+    """Averages a model's parameters over the whole group every `period` steps, beginning with the first step after the warm-up.
 
     Args:
         period: the number of steps between two averages, 1 or above.
@@ -80,16 +83,18 @@ class PeriodicModelAverager(ModelAverager):
 
 
 class HierarchicalModelAverager(ModelAverager):
-    """Averages often over small groups, less often over larger groups, and least often over the whole group.
+    """Averages a model often over small groups, less often over larger groups, and least often over the whole group.
 
-    After step i (counted from 0), the average is over the groups of the largest period that divides i, if there is one.
+    For example, `{2: 4, 8: 16}` averages over 4 ranks every 2 steps, and over all 16 ranks every 8 steps. After step i (counted
+    from 0), only the largest period that divides i counts. If no period divides i, nothing is averaged.
 
     Args:
-        period_group_size_dict: for each period (a number of steps), the number of consecutive ranks that average together. Both
-            are in ascending order. The last size is the size of the whole group, and each other size divides it.
+        period_group_size_dict: for each period (a number of steps), the number of consecutive ranks that average together.
+            Periods and sizes are in ascending order. The last size is the size of the whole group, and each other size divides
+            it.
         warmup_steps: the number of first steps without averaging.
-        process_group: a group of Syncline or torch; None: torch's default group. All its ranks must call the constructor, which
-            splits the group.
+        process_group: a group of Syncline or torch; None: torch's default group. All ranks of the group must call the
+            constructor, which splits the group.
 
     Source: torch's class of the same name.
 

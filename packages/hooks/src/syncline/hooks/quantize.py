@@ -52,19 +52,19 @@ class _Symmetric(Compressor):
 
 
 class Int8(_Symmetric):
-    """8-bit quantization: sends `round(x / scale)`, with a scale for which the largest magnitude becomes 127.
+    """8-bit quantization: sends each number x as `round(x / scale)`. The scale makes the largest magnitude of a tensor 127.
 
     Source: Dettmers, "8-bit approximations for parallelism in deep learning", 2015 (linear variant).
 
-    The error of a number is at most half of its scale. If a number is NaN or infinite, all numbers with the same scale become
-    NaN or infinite.
+    The rounding error of a number is at most half of the scale. If a number is NaN or infinite, all numbers with the same scale
+    become NaN or infinite.
 
     Args:
-        per_channel: use one scale for each index of the first dimension, not for each tensor. More accurate if magnitudes
-            differ between channels.
+        per_channel: use one scale for each index of the first dimension, instead of one scale for each tensor. This is more
+            accurate if magnitudes differ between channels. A vector always has one scale.
 
-    Bytes sent by each rank: 1 for each number, and 4 (8 for float64) for each scale. A rank receives as many from every other
-    rank.
+    Bytes sent by each rank: 1 for each number, and 4 (8 for float64) for each scale. A rank receives the same number of bytes
+    from every other rank.
     """
 
     _bits, _largest = 8, 127
@@ -79,7 +79,7 @@ class Int4(_Symmetric):
         per_channel: see `Int8`.
 
     Bytes sent by each rank: 1 for 2 numbers, rounded up for each tensor, and 4 (8 for float64) for each scale. A rank receives
-    as many from every other rank.
+    the same number of bytes from every other rank.
     """
 
     _bits, _largest = 4, 7
@@ -107,27 +107,28 @@ def _quantized(rows: torch.Tensor, scale: torch.Tensor, largest: int) -> torch.T
 class OneBit(Compressor):
     """Sends the sign of each number, and the mean magnitude of each tensor. This compressor needs error feedback.
 
+    The receiver gives each number the tensor's mean magnitude, with the sign of the original number. Zero counts as positive.
+    If a number is NaN or infinite, the whole tensor becomes NaN or infinite.
+
     Source: Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
     DNNs", 2014; the mean magnitude follows Karimireddy et al., "Error feedback fixes SignSGD", 2019.
 
-    Zero counts as positive. If a number is NaN or infinite, the whole tensor becomes NaN or infinite.
-
     Bytes sent by each rank: 1 for 8 numbers, rounded up for each tensor, and 4 (8 for float64) for each mean magnitude. A rank
-    receives as many from every other rank.
+    receives the same number of bytes from every other rank.
     """
 
     @property
     def name(self) -> str:
-        """A fixed name, because this compressor has no settings."""
+        """The name for saved states and errors. It is fixed, because this compressor has no settings."""
         return "one bit"
 
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
-        """Make a message with the mean magnitudes first, then the signs."""
+        """Compress gradients to a message: the mean magnitudes of all gradients, then the sign of each number."""
         scales = [in_math_dtype(gradient).abs().mean() for gradient in gradients]
         return packed([*scales, *(_bits(gradient.reshape(-1) >= 0) for gradient in gradients)])
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Make tensors in which each number is the tensor's mean magnitude with the sign from the message."""
+        """Restore tensors from a message. Each number is its tensor's mean magnitude, with the sign of the original number."""
         unpacker = Unpacker(message)
         scales = [unpacker.take(1, math_dtype(tensor.dtype)) for tensor in like]
         found = []

@@ -21,15 +21,17 @@ FORMAT = 2
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the saved states of all ranks into one state that every rank of a job of any size can load.
+    """Merge the states that all ranks saved into one state, to continue training with another number of ranks.
+
+    Every rank of the new job loads the result.
 
     Args:
-        states: results of `state_dict()`, one for each rank.
+        states: results of `state_dict()`, one for each rank. For a DiLoCoOptimizer, the entries "outer" of these results.
 
     Returns:
-        The first rank's state with the mean of the ranks' errors (in float32 for 16-bit gradients): the parts of gradients that
-        compression left out. With `Sites`, ranks that do not communicate with other sites have no errors, and the mean leaves
-        them out.
+        A copy of the first rank's state, with new errors (the parts of gradients that compression left out). The new errors are
+        the means of all ranks' errors, in float32 for 16-bit gradients. With `Sites`, only the first rank of each site has
+        errors, so the mean is over these ranks.
 
     Raises:
         InvalidArgumentError: there is no state, a state does not belong to a hook of this package, or the states are not from

@@ -22,7 +22,7 @@ class Phase:
 
     Attributes:
         first_step: the first step that calls the hook, counted from 0.
-        hook: any hook, including a hook of torch.
+        hook: any communication hook, including a hook of torch.
         state: the hook's first argument.
     """
 
@@ -32,17 +32,17 @@ class Phase:
 
 
 class ScheduleState:
-    """The phases of a training run, and the present step, the same on every rank.
+    """The state of `schedule_hook`: the phases of a training run, and the present step. Every rank passes the same phases.
 
     `ScheduleState([Phase(0, allreduce_hook), Phase(5000, powerSGD_hook, PowerSGDState(...))])` averages without compression for
-    5,000 steps, then with PowerSGD. The state of a phase counts only its own steps. So here, PowerSGD begins to compress in
-    step 5,000 + `start_powerSGD_iter`.
+    5,000 steps, then with PowerSGD. The state of a phase counts only the steps of this phase. So in this example, PowerSGD
+    begins to compress in step 5,000 + `start_powerSGD_iter`.
 
     Args:
         phases: the phases. The first phase has `first_step` 0, and each later phase has a larger `first_step`.
 
     Raises:
-        InvalidArgumentError: the first steps do not have this form, or a hook is not callable.
+        InvalidArgumentError: there is no phase, the phases have other first steps than described, or a hook is not callable.
     """
 
     def __init__(self, phases: Sequence[Phase]) -> None:
@@ -65,9 +65,9 @@ class ScheduleState:
         return [phase for phase in self.phases if phase.first_step <= self.iter][-1]
 
     def enter(self, bucket: Bucket) -> Phase:
-        """Return the phase of this bucket's step. After the last bucket of a step, count the step.
+        """Return the phase whose hook reduces this bucket. If the bucket is the last bucket of a step, count the step.
 
-        `schedule_hook` calls `enter` with every bucket.
+        `schedule_hook` calls `enter` once for each bucket, in the order of the buckets.
         """
         phase = self.current
         # Under torch's DDP, parameters get numbers in the first step of a run. The schedule numbers the parameters for the
@@ -85,14 +85,21 @@ class ScheduleState:
         return phase
 
     def abandon_step(self) -> None:
-        """End the present step before its last bucket, because the phase's hook has raised an error."""
+        """End the present step early, because the phase's hook has raised an error. Then `switch` is allowed again.
+
+        `schedule_hook` calls this method. The failed step is not counted, unless the hook failed at the last bucket.
+        """
         self._is_between_steps = True
 
     def switch(self, hook: Callable[[Any, Any], TensorFuture], state: Any = None) -> None:
-        """From the next step on, use another hook. Drop all later phases.
+        """Use another hook from the next step on, until the end of training. All later phases are dropped.
 
-        Every rank must call `switch` between the same two steps. If a backward has failed outside of a hook, call
-        `load_state_dict(state_dict())` before `switch`.
+        Every rank must call `switch` between the same two steps. If a backward has failed outside of a hook, the state still
+        waits for the last bucket of this backward. Then call `load_state_dict(state_dict())` before `switch`.
+
+        Args:
+            hook: any communication hook, including a hook of torch.
+            state: the hook's first argument.
 
         Raises:
             MisuseError: a step has begun and has not ended.
@@ -107,14 +114,21 @@ class ScheduleState:
         self.phases.append(Phase(self.iter, hook, state))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps so far, and the states of all phases whose state can be saved. See `saved_state`."""
+        """Return what a checkpoint needs: the number of steps so far, and the saved states of the phases. See `saved_state`.
+
+        The result contains the state of each phase whose state has the methods `state_dict` and `load_state_dict`.
+        """
         saved = {str(number): phase.state.state_dict() for number, phase in enumerate(self.phases) if _can_be_saved(phase)}
         return {"kind": _KIND, "format": FORMAT, "iter": self.iter, "first_steps": self._first_steps(), "states": saved}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise the error that `load_state_dict` would raise for this state. Change nothing.
+        """Check whether this object can load a saved state. If it can, return None. Nothing changes in either case.
 
-        For each phase, this method calls `phase.state.check_state_dict`, if it exists.
+        This method also calls the method `check_state_dict` of each phase's state. If a phase's state has no such method, its
+        saved state is not checked.
+
+        Raises:
+            MisuseError: `load_state_dict` would refuse the saved state, for the reason that the text names.
         """
         check_kind(state, _KIND)
         if state["first_steps"] != self._first_steps():
@@ -130,12 +144,14 @@ class ScheduleState:
                 phase.state.check_state_dict(saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state. If the saved state does not fit, raise an error and change nothing.
+        """Continue from a saved state. If `check_state_dict` finds a fault, raise its error and change nothing.
 
-        If the state of a phase has a method `check_state_dict`, the method can refuse a wrong state before any phase is loaded.
+        If the state of a phase has no method `check_state_dict`, its own `load_state_dict` may refuse the saved state later.
+        Then the states of earlier phases are loaded already.
 
         Raises:
-            MisuseError: the saved phases have other first steps, or the state of a phase does not accept its saved state.
+            MisuseError: the saved state is not of a schedule, the saved phases have other first steps, or the state of a phase
+                does not accept its saved state.
         """
         # Check the states of all phases before the first of them changes.
         self.check_state_dict(state)
@@ -151,7 +167,14 @@ class ScheduleState:
 
 @communication_hook
 def schedule_hook(state: ScheduleState, bucket: Bucket) -> TensorFuture:
-    """Call the hook of the present phase, with the phase's state and the bucket. Return the future of the phase's hook.
+    """Reduce the bucket with the hook of the schedule's present phase. Use `schedule_hook` to change hooks during training.
+
+    Args:
+        state: the phases, each with its hook and this hook's first argument.
+        bucket: the gradients.
+
+    Returns:
+        The future that the phase's hook returns.
 
     Cost: the cost of the phase's hook.
 

@@ -16,16 +16,20 @@ from .compressor import Compressor, LinearCompressor, Unpacker, in_math_dtype, p
 class TopK(Compressor):
     """Sends the numbers of largest magnitude in each tensor, with their indices. This compressor needs error feedback.
 
+    The receiver gets zeros for all other numbers. A NaN counts as the largest number.
+
     Source: Aji and Heafield, "Sparse communication for distributed gradient descent", 2017; Stich et al., "Sparsified SGD with
     memory", 2018.
 
-    A NaN counts as the largest number.
-
     Args:
-        fraction: the fraction of each tensor's numbers that is sent (at least one number), above 0 and at most 1.
+        fraction: the part of each tensor's numbers that is sent, above 0 and at most 1. The count is rounded up, so at least
+            one number of each tensor is sent.
 
     Bytes sent by each rank for each chosen number: 4 for the index (8 in a tensor of more than 2^31 numbers), and the size of
-    the number's dtype. A rank receives as many from every other rank.
+    the number's dtype. A rank receives the same number of bytes from every other rank.
+
+    Raises:
+        InvalidArgumentError: the fraction is out of its range.
     """
 
     def __init__(self, fraction: float) -> None:
@@ -33,11 +37,11 @@ class TopK(Compressor):
 
     @property
     def name(self) -> str:
-        """The name contains the fraction."""
+        """The name for saved states and errors, which contains the fraction, such as "top 0.01"."""
         return f"top {self._fraction:g}"
 
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
-        """Make a message with the values first, then the indices."""
+        """Compress gradients to a message: the chosen numbers of all gradients, then their indices."""
         values, indices = [], []
         for gradient in gradients:
             flat = gradient.reshape(-1)
@@ -47,7 +51,7 @@ class TopK(Compressor):
         return packed([*values, *indices])
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Make tensors with the received values at their indices, and zeros elsewhere."""
+        """Restore tensors from a message. They have the sent numbers at the sent indices, and zeros elsewhere."""
         unpacker = Unpacker(message)
         counts = [_count(tensor.numel(), self._fraction) for tensor in like]
         values = [unpacker.take(count, tensor.dtype) for count, tensor in zip(counts, like, strict=True)]
@@ -60,14 +64,19 @@ class TopK(Compressor):
 class RandomK(LinearCompressor):
     """Sends numbers at random positions of each tensor. This compressor needs error feedback.
 
-    All ranks choose the same positions, so no indices are sent.
+    All ranks choose the same positions, so no indices are sent. Every message has new positions. The receiver gets zeros for
+    all other numbers.
 
     Source: Stich et al., "Sparsified SGD with memory", 2018.
 
     Args:
-        fraction: the fraction of each tensor's numbers that is sent (at least one number), above 0 and at most 1.
+        fraction: the part of each tensor's numbers that is sent, above 0 and at most 1. The count is rounded up, so at least
+            one number of each tensor is sent.
 
     Bytes: one all_reduce of the chosen numbers, in the gradients' dtype.
+
+    Raises:
+        InvalidArgumentError: the fraction is out of its range.
     """
 
     def __init__(self, fraction: float) -> None:
@@ -75,16 +84,16 @@ class RandomK(LinearCompressor):
 
     @property
     def name(self) -> str:
-        """The name contains the fraction."""
+        """The name for saved states and errors, which contains the fraction, such as "random 0.01"."""
         return f"random {self._fraction:g}"
 
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
-        """Make a message of the chosen values, in the gradients' dtype."""
+        """Compress gradients to a message: the numbers at the positions that follow from `seed`, in the gradients' dtype."""
         places = self._places(gradients, seed)
         return torch.cat([gradient.reshape(-1)[chosen] for gradient, chosen in zip(gradients, places, strict=True)])
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Make tensors with the received values at the chosen positions, and zeros elsewhere."""
+        """Restore tensors from a message. They have the sent numbers at the chosen positions, and zeros elsewhere."""
         places = self._places(like, seed)
         values = torch.split(message, [len(chosen) for chosen in places])
         return [_scattered(*triple) for triple in zip(like, places, values, strict=True)]

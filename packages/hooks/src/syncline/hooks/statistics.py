@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 @dataclass
 class HookStatistics:
-    """This rank's totals over all steps of the hook's state. PowerSGD's steps without compression do not count.
+    """The bytes and the seconds of a hook on this rank: the sums over all steps so far.
+
+    PowerSGD's steps without compression do not count.
 
     Attributes:
         bytes_before: the bytes of the gradients (in DiLoCo: of the parameters) before compression.
@@ -28,13 +30,13 @@ class HookStatistics:
         return self.bytes_before / self.bytes_sent if self.bytes_sent else 1.0
 
     def sends(self, bytes_before: int, bytes_sent: int) -> None:
-        """Count the bytes of a bucket, or of a part of a bucket."""
+        """Add the bytes of a bucket, or of a part of a bucket, to the sums. A hook calls this method when it sends."""
         self.bytes_before += bytes_before
         self.bytes_sent += bytes_sent
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A context manager that adds the time of its body to the stage `name`."""
+        """A context manager that adds the duration of its `with` block to `seconds_by_stage[name]`."""
         began = time.perf_counter()
         try:
             yield
