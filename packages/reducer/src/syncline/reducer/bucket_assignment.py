@@ -29,7 +29,7 @@ class BucketAssignment:
     """The gradients that share one bucket, and the size limit of this bucket.
 
     Attributes:
-        indices: the gradients in the bucket, in order.
+        indices: the positions of these gradients in the `specs` of `assign_buckets`, in the order of the bucket.
         cap_bytes: the size limit of this bucket in bytes; None for the bucket of a sparse gradient.
     """
 
@@ -42,8 +42,9 @@ def assign_buckets(
 ) -> list[BucketAssignment]:
     """Put the gradients into buckets, in the given order, as torch.distributed does.
 
-    A bucket that has reached its size limit (cap) is closed; its last gradient may exceed the cap. For every kind, the first
-    bucket has the first cap, the second bucket the second cap, and so on. The last cap also applies to further buckets.
+    A bucket contains only gradients of one kind, such as one dtype and device. A bucket that has reached its size limit (cap)
+    is closed; its last gradient may exceed the cap. For every kind, the first bucket has the first cap, the second bucket the
+    second cap, and so on. The last cap also applies to further buckets.
 
     Args:
         specs: one spec for each gradient. The result refers to a gradient by its position in this list.

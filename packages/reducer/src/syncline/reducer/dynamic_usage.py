@@ -58,10 +58,15 @@ def without(indices: Collection[int], used: set[int], count: int) -> frozenset[i
 
 
 class DynamicUsage(UsageModel):
-    """A usage model for `find_unused_parameters=True`: each backward, on each rank, may reach other parameters.
+    """A usage model for `find_unused_parameters=True`: each backward may reach different parameters, on each rank.
+
+    Args:
+        parameters: the reducer's parameters.
+        group: the group whose ranks average their gradients.
+        skip_unused: leave out a bucket if no rank uses its parameters.
 
     Cost: in each backward, one all_reduce of one byte for each parameter. `skip_unused` adds such an all_reduce at the
-    beginning of backward. A rank waits for this all_reduce only if the rank uses no parameter of some bucket.
+    beginning of backward. A rank waits for this all_reduce only if there is a bucket of which this rank uses no parameter.
 
     Raises:
         MisuseError: this version of torch cannot tell which nodes a backward will execute.
@@ -126,7 +131,11 @@ class DynamicUsage(UsageModel):
         return never
 
     def shadow_backward(self) -> None:
-        """Count all parameters as not reached. This rank's accumulated gradients count for its next own backward."""
+        """Begin a backward that this rank does not run itself: no parameter is reached on this rank.
+
+        Parameters that earlier backwards in `no_sync` have used do not count as used here. They count in this rank's next own
+        backward.
+        """
         self._waiting, self._used = self._used, set()
         self._unreached = set(range(len(self._nodes)))
         if self._forecast is not None:
@@ -145,7 +154,7 @@ class DynamicUsage(UsageModel):
         return indices
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
-        """Count these parameters as used, for the backward that will reduce their gradients."""
+        """Count these parameters as used in the next backward with averaging, except parameters whose gradient is None."""
         self._used.update(indices)
         if undefined:
             self._used.difference_update(undefined)
@@ -171,11 +180,17 @@ class DynamicUsage(UsageModel):
         return without(indices, self._used, len(self._nodes))
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:
-        """Return the given parameters that no rank uses. Waits for other ranks only if this rank leaves some unused."""
+        """Return those of the given parameters that no rank uses.
+
+        The method waits for other ranks, unless this rank uses all given parameters.
+        """
         doubtful = self.locally_unused(indices)
         return self._map.unused(doubtful) if doubtful else frozenset()
 
     def reset(self) -> None:
-        """Forget the used parameters. After a `shadow_backward`, restore the used parameters from before."""
+        """Forget which parameters this backward has used, because it is over.
+
+        After a `shadow_backward`, count the parameters again that earlier backwards in `no_sync` have used.
+        """
         self._used, self._waiting = self._waiting, set()
         self._unreached = set()

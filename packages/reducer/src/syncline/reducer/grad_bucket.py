@@ -35,9 +35,10 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Make `buffer()` and `gradients()` show another flat tensor, with the same number of elements.
+        """Replace the tensor that `buffer()` and `gradients()` show, for example by a compressed copy in another dtype.
 
-        The hook's result may then have the dtype of this tensor. The reducer casts it to the bucket's dtype.
+        `buffer` is a flat tensor with the same number of elements. If the hook's result has the dtype of this tensor, the
+        reducer casts the result to the bucket's dtype.
         """
         self._buffer = buffer
 
@@ -50,13 +51,13 @@ class GradBucket:
         return list(self._bucket.parameters)
 
     def parameter_names(self) -> list[str]:
-        """Return the model's names of the parameters, in the order of `gradients()`. Not in torch."""
+        """Return the parameters' names in the model, in the order of `gradients()`. torch's GradBucket has no such method."""
         return list(self._bucket.names)
 
     def is_last(self) -> bool:
-        """Whether this is the last bucket of this iteration."""
+        """Whether this is the last bucket of this backward."""
         return self._is_last
 
     def process_group(self) -> ProcessGroup:
-        """Return the group over which the reducer averages gradients. Not in torch."""
+        """Return the group over which the reducer averages gradients. torch's GradBucket has no such method."""
         return self._group

@@ -15,7 +15,13 @@ class MarkedTwiceError(ValueError):
 
 
 class Readiness:
-    """Counts the ready gradients of each bucket, and lets buckets start strictly in order."""
+    """Decides when the reduction of each bucket may start: when all gradients of this bucket and of earlier buckets are ready.
+
+    So the buckets start in the same order on every rank.
+
+    Args:
+        buckets: the indices of the gradients in each bucket.
+    """
 
     # Note [Buckets start in order]
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -30,7 +36,7 @@ class Readiness:
         self.reset()
 
     def reset(self) -> None:
-        """Mark all gradients as not ready."""
+        """Mark all gradients as not ready, before the next backward."""
         self._missing = [len(members) for members in self._members]
         self._next = 0
         self._ready: set[int] = set()
@@ -39,7 +45,7 @@ class Readiness:
         """Mark the gradients with these indices as ready.
 
         Returns:
-            The numbers of the buckets that may start now, in order. Often empty.
+            The numbers of the buckets that may start because of this call, in order. Empty if there is none.
 
         Raises:
             MarkedTwiceError: one of the gradients was already marked since the last `reset`.

@@ -88,36 +88,37 @@ class Reducer(Inherited):
                        collect, then hook or all_reduce(AVG)      (communication overlaps further backward)
         its end        finalize: wait for the buckets in order, write the results back
 
-    By default, every backward must reach all parameters, on every rank. If a backward reaches no parameter on one rank, the
-    other ranks wait until the group's timeout, and raise an error that names this rank.
+    By default, every backward with averaging must reach all parameters, on every rank. If a backward misses some parameters on
+    one rank, this rank raises an error that names them. If a backward reaches no parameter on one rank, the other ranks wait
+    until the group's timeout, and raise an error that names this rank.
 
     Args:
         named_parameters: pairs of a name and a parameter that requires a gradient, the same on all ranks.
         group: the group whose ranks average their gradients.
-        bucket_cap_bytes: a bucket of this size gets no more parameters. A list has the limits of the first, second, ... bucket;
-            its last limit also applies to further buckets.
-        first_bucket_cap_bytes: the limit of the first bucket, unless `bucket_cap_bytes` is a list. A small first bucket starts
-            communication early.
+        bucket_cap_bytes: the size limit of a bucket, which only the last gradient of the bucket may exceed. A list has the
+            limits of the first, second, ... bucket; its last limit also applies to further buckets.
+        first_bucket_cap_bytes: the limit of the first bucket, unless `bucket_cap_bytes` is a list or smaller. A small first
+            bucket starts communication early.
         gradient_as_bucket_view: make `parameter.grad` a view of the bucket, to save a copy and memory.
         sparse: for each parameter, whether its gradients are sparse (COO). None: no gradient is sparse.
-        find_unused_parameters: a backward may reach other parameters on each rank, but at least one. If no rank uses a
-            parameter, its gradient stays unchanged.
+        find_unused_parameters: allow each backward to reach only some parameters, and different parameters on each rank, but at
+            least one parameter. If no rank uses a parameter, its gradient stays unchanged.
         skip_all_reduce_unused_params: do not reduce a bucket whose parameters no rank uses. Requires `find_unused_parameters`.
-        static_graph: every backward has the graph of the first backward. See `StaticUsage`. As in torch, this option overrides
-            `find_unused_parameters`.
-        delayed: names of parameters that may get any number of gradients, until the gradient of `delayed_until` arrives or
-            backward ends. Their gradients are reduced last.
+        static_graph: promise that every backward with averaging has the graph of the first backward. See `StaticUsage`. As in
+            torch, this option overrides `find_unused_parameters`.
+        delayed: names of parameters that may get any number of gradients in a backward. They wait until the gradient of
+            `delayed_until` arrives or backward ends. Their gradients are reduced last.
         delayed_until: the name of a parameter. None: the delayed parameters wait for the end of backward.
 
     Attributes:
         statistics: the times of the latest iteration.
         first_bucket_sizes: the sizes in bytes of the buckets that the constructor plans.
-        seems_static: whether all reduced backwards so far have left out the same parameters on this rank.
-        is_in_fork: whether this process is a forked child of the rank's process. In a child, gradients are not reduced.
-        reductions: the number of reduced backwards so far, the same on all ranks.
+        seems_static: whether all backwards with averaging so far have left out the same parameters on this rank.
+        is_in_fork: whether this process is a forked child of the rank's process. In a child, gradients are not averaged.
+        reductions: the number of backwards with averaging so far, the same on all ranks.
 
-    Extra memory: the size of all gradients. None with `gradient_as_bucket_view`. On CPUs, most large gradients share the
-    buckets' memory.
+    Extra memory: the size of all gradients. None with `gradient_as_bucket_view`. Less on CPUs, where most large gradients share
+    the buckets' memory.
 
     Raises:
         MisuseError: there is no parameter, or a parameter does not require a gradient.
@@ -209,30 +210,35 @@ class Reducer(Inherited):
 
     @property
     def buckets(self) -> Sequence[AnyBucket]:
-        """The buckets, in the order in which they are reduced. Empty before the buckets are allocated."""
+        """The buckets, in the order in which they are reduced. Empty before the first forward or backward builds them."""
         return self._buckets or ()
 
     @property
     def names(self) -> Sequence[str]:
-        """The parameters' names, by index."""
+        """The names of the parameters. A parameter's index is its position in this list."""
         return self._named.names
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
-        """The parameters, by index."""
+        """The parameters, in the order of `names`. A parameter's index is its position in this list."""
         return self._parameters
 
     @property
     def absent(self) -> Sequence[int]:
-        """The indices of the parameters that the latest reduced backward did not reach on this rank.
+        """The indices of the parameters that the latest backward with averaging did not reach on this rank.
 
-        Empty with the default usage model, which does not look for them.
+        Always empty without `find_unused_parameters` and `static_graph`, because then every backward must reach every
+        parameter.
         """
         return self._absent or ()
 
     @property
     def arrival_order(self) -> Sequence[int] | None:
-        """The parameters' indices in the order in which gradients arrive. None before a backward has shown this order."""
+        """The parameters' indices, in the order in which their gradients arrived on this rank. None if the order is not known.
+
+        A backward with averaging shows the order, except with `find_unused_parameters`. Rank 0's order decides the order of the
+        buckets.
+        """
         return self._arrival_order.learned
 
     @property
@@ -241,10 +247,15 @@ class Reducer(Inherited):
         return self._latest_error
 
     def explained(self, error: DisagreementError, where: str) -> DisagreementError:
-        """Explain a disagreement in a collective that does not reduce a bucket.
+        """Return a clearer error if a disagreement comes from a backward that only some ranks ran.
 
-        If only some ranks ran a backward, return a copy of the error that says so and how to correct the script. Otherwise
-        return the error unchanged.
+        Call this method with a disagreement of a collective that does not reduce a bucket. If a backward of only some ranks is
+        the cause, the result is a copy of the error that says so and how to correct the script. Otherwise the result is `error`
+        itself.
+
+        Args:
+            error: the disagreement.
+            where: what the collective belongs to, for the text, such as "a forward of the wrapped module".
         """
         is_stray = error_messages.is_of_a_stray_backward(str(error))
         return error_messages.disagreement(error, where) if is_stray else error
@@ -255,19 +266,21 @@ class Reducer(Inherited):
 
     @property
     def has_rebuilt_buckets(self) -> bool:
-        """Whether the buckets have the order in which gradients arrive."""
+        """Whether the buckets are in the order in which gradients arrive. Always False with `find_unused_parameters`."""
         return self._arrival_order.is_used
 
     @property
     def hook(self) -> tuple[CommunicationHook | None, Any]:
-        """The hook and the state that the latest call of `set_hook` got."""
+        """The communication hook and its state, as given to `set_hook`. Without a hook, the first item is None."""
         return self._reduction.hook, self._reduction.hook_state
 
     # ---- settings ----
 
     @_noting_errors
     def set_static_graph(self) -> None:
-        """Declare that all later backwards have the graph of the next backward. See `StaticUsage`.
+        """Promise, after construction, that all later backwards have the graph of the next backward.
+
+        The call has the effect of the option `static_graph`. See `StaticUsage`.
 
         Raises:
             MisuseError: a backward has already computed gradients.
@@ -281,11 +294,14 @@ class Reducer(Inherited):
         self._usage = self._make_usage()
 
     def set_hook(self, hook: CommunicationHook | None, state: Any = None) -> None:
-        """Let `hook(state, bucket)` reduce each bucket, in place of `all_reduce(AVG)`. None restores `all_reduce(AVG)`.
+        """Set the communication hook, which reduces each bucket in place of `all_reduce(AVG)`. None removes the hook.
 
-        The hook runs on the thread of backward, for the same buckets in the same order on every rank. A bucket contains this
-        rank's own gradients, not divided. The hook returns a future of the reduced bucket, one flat tensor, and must not call
-        this reducer.
+        The reducer calls `hook(state, bucket)` on the thread of backward, for the same buckets in the same order on every rank.
+        The bucket contains this rank's own gradients, not divided by the number of ranks. The hook returns a future of the
+        reduced bucket, one flat tensor. The hook must not call this reducer.
+
+        Raises:
+            MisuseError: a backward is running or has failed.
         """
         self._check_idle("set_hook")
         # A hook may keep the bucket's memory, so no gradient may stay there.
@@ -293,10 +309,14 @@ class Reducer(Inherited):
         self._reduction.hook, self._reduction.hook_state = hook, state
 
     def divide_by(self, count: int | None) -> None:
-        """Let `all_reduce` divide sums by this number, the same on every rank. None means the number of ranks.
+        """Set the number by which `all_reduce` divides the sum of gradients. None restores the default, the number of ranks.
+
+        For example, 1 gives sums instead of averages. The number must be the same on every rank. A communication hook divides
+        by itself, so this number has no effect on a hook.
 
         Raises:
             InvalidArgumentError: the number is below 1.
+            MisuseError: a backward is running or has failed.
         """
         self._check_idle("divide_by")
         if count is not None and count < 1:
@@ -304,28 +324,36 @@ class Reducer(Inherited):
         self._reduction.divide_by(count)
 
     def on_delivery(self, callback: OnDelivery | None) -> None:
-        """Set a function that the reducer calls for each bucket at the end of backward. None removes the function.
+        """Set a function that gets each bucket's parameters as soon as their gradients are averaged. None removes the function.
 
-        The argument is the list of parameters that now have their reduced gradients. The function runs on the thread of
-        backward, while later buckets may still be in reduction.
+        For example, the function can step an optimizer for these parameters. At the end of backward, the reducer waits for the
+        buckets in order. After each bucket, it calls the function with a list of the bucket's parameters, without those whose
+        gradients stay unchanged. The function runs on the thread of backward, while later buckets may still be in reduction.
+
+        Raises:
+            MisuseError: a backward is running or has failed.
         """
         self._check_idle("on_delivery")
         self._on_delivery = callback
 
     def on_iteration(self, callback: Callable[[IterationStatistics], None] | None) -> None:
-        """Set a function that the reducer calls with the iteration's times, when all gradients are reduced.
+        """Set a function that gets the times of each iteration, after all gradients are averaged. None removes the function.
 
-        None removes the function. It runs on the thread of backward, on all ranks after the same backward, so it may issue
-        collectives. `shadow_backward` does not call the function; the caller of `shadow_backward` must issue these collectives.
-        The change takes effect at once.
+        The function runs on the thread of backward, on all ranks after the same backward. So the function may issue
+        collectives. `shadow_backward` and `reduce_gradients` do not call the function; their callers must issue these
+        collectives. The change takes effect at once, even during a backward.
         """
         self._on_iteration = callback
 
     def on_begin(self, callback: Callable[[], None] | None) -> None:
-        """Set a function that the reducer calls when a reduced backward begins, before it communicates.
+        """Set a function that runs when a backward with averaging begins, before it communicates. None removes the function.
 
-        None removes the function. It runs on the thread of backward, on all ranks between the same collectives, so it may issue
-        collectives. `shadow_backward` does not call the function; the caller of `shadow_backward` must issue these collectives.
+        The function runs on the thread of backward, on all ranks before the collectives of the same backward. So the function
+        may issue collectives. `shadow_backward` and `reduce_gradients` do not call the function; their callers must issue these
+        collectives.
+
+        Raises:
+            MisuseError: a backward is running or has failed.
         """
         self._check_idle("on_begin")
         self._on_begin = callback
@@ -336,18 +364,18 @@ class Reducer(Inherited):
     def prepare_for_backward(self, *, synchronizes: bool = True) -> None:
         """Prepare the reducer for a backward. Call this method before each forward.
 
-        The first call with `synchronizes=True` builds the buckets. After a reduced backward, the next such call builds the
-        buckets again, in the order of gradients (but not with `find_unused_parameters`). A call that builds buckets is a
-        collective.
+        The first call with `synchronizes=True` builds the buckets. When a backward has shown the order in which gradients
+        arrive, the next such call builds the buckets again, in this order (but not with `find_unused_parameters`). A call that
+        builds buckets is a collective.
 
         Args:
-            synchronizes: whether the backward of this forward is reduced. If False, the backward adds to this rank's own
-                gradients, and a later backward reduces the sum. See `GradSyncPolicy`.
+            synchronizes: whether the backward of this forward averages gradients over the ranks. If False, the backward only
+                adds to this rank's own gradients, and a later backward averages the sum. See `GradSyncPolicy`.
 
         Raises:
             GroupClosedError: `synchronizes` is True, and this process is a forked child of the rank.
-            MisuseError: the previous backward began to reduce and never ended. Or another reducer of the same parameters is in
-                use; see `GradientHooks.take_over`.
+            MisuseError: the previous backward began to average gradients and never ended. Or another reducer of the same
+                parameters is in use; see `GradientHooks.take_over`.
         """
         # A fork, such as a data loader's worker, may run the model. The fork has no hooks, so there is nothing to prepare.
         if self.is_in_fork and not synchronizes:
@@ -361,10 +389,16 @@ class Reducer(Inherited):
             self.statistics = IterationStatistics(time.perf_counter())
 
     def rebuild_buckets(self) -> bool:
-        """Build the buckets now, if the next forward would build them. Such a call is a collective.
+        """Build the buckets now, if the next `prepare_for_backward` would build them. Otherwise do nothing.
+
+        A call that builds buckets is a collective.
 
         Returns:
-            Whether the new buckets have the order in which gradients arrived.
+            True if this call has built the buckets in the order in which gradients arrive. False if this call has built buckets
+            before the order is known, or has built none.
+
+        Raises:
+            MisuseError: a backward is running or has failed.
         """
         self._check_idle("rebuild_buckets")
         before = self.has_rebuilt_buckets
@@ -372,13 +406,16 @@ class Reducer(Inherited):
         return self.has_rebuilt_buckets and not before
 
     def change_bucket_caps(self, caps_bytes: Sequence[int]) -> None:
-        """Change the bucket sizes. The next forward whose backward is reduced builds new buckets.
+        """Change the size limits of the buckets. The next forward whose backward averages gradients builds new buckets.
 
-        Every rank calls this method between the same two backwards, with the same limits of the first, second, ... bucket.
+        Every rank calls this method between the same two backwards, with the same limits.
+
+        Args:
+            caps_bytes: the limits of the first, second, ... bucket. The last limit also applies to further buckets.
 
         Raises:
-            MisuseError: a backward is running or has failed. Or no backward has shown the order of gradients. With
-                `find_unused_parameters`, none ever does.
+            MisuseError: a backward is running or has failed. Or no backward has shown the order in which gradients arrive (with
+                `find_unused_parameters`, no backward ever does).
         """
         self._check_idle("change_bucket_caps")
         if self._arrival_order.learned is None:
@@ -396,13 +433,15 @@ class Reducer(Inherited):
         sparse: Sequence[bool] | None = None,
         bucket_cap_bytes: Sequence[int],
     ) -> None:
-        """From now on, average the gradients of these parameters, because the model has changed.
+        """Average the gradients of other parameters from now on, because the model has changed.
 
-        Every rank calls this method, before a forward. The next backward counts as the first backward. The next reduction
-        includes existing gradients. For the arguments, see the class; `bucket_cap_bytes` is a list.
+        Every rank calls this method with the same parameters, before a forward. The reducer forgets what it knows of earlier
+        backwards, so the next backward counts as the first backward. If a parameter already has a gradient, the next reduction
+        includes this gradient. The arguments are those of the class, but `bucket_cap_bytes` must be a list.
 
         Raises:
-            MisuseError: a backward is running or has failed.
+            MisuseError: a backward is running or has failed, there is no parameter, or a parameter does not require a gradient.
+            InvalidArgumentError: `sparse` does not fit the parameters.
         """
         self._check_idle("change_parameters")
         named = NamedParameters(named_parameters, sparse)
@@ -418,19 +457,26 @@ class Reducer(Inherited):
         self._usage.accumulated(there, ())
 
     def unreduced(self) -> set[str]:
-        """Return the names of the parameters whose gradients are not averaged yet."""
+        """Return the names of the parameters whose gradients are not averaged yet, for example after a backward in `no_sync`.
+
+        These parameters got gradients after the latest backward with averaging.
+        """
         self._count_unsynchronized()
         return set(self._unreduced)
 
     @property
     def has_local_gradients(self) -> bool:
-        """Whether a backward that was not reduced has added to gradients since the latest reduced backward."""
+        """Whether this rank has gradients that are not averaged yet, for example from a backward in `no_sync`."""
         return bool(self.unreduced())
 
     def find_nodes_again(self) -> None:
-        """Hook the parameters' nodes in autograd's graph again.
+        """Register the reducer's hooks in autograd's graph again.
 
-        Call this method after parameters were converted to another dtype or device and back.
+        Call this method after parameters were converted to another dtype or device and back. Such parameters have new nodes in
+        the graph, and the reducer's hooks are on the old nodes.
+
+        Raises:
+            MisuseError: a backward is running or has failed.
         """
         self._check_idle("find_nodes_again")
         self._count_unsynchronized()
@@ -441,34 +487,43 @@ class Reducer(Inherited):
             self._hooks.register(self._pending)
 
     def cancel_forward(self) -> None:
-        """Undo the latest `prepare_for_backward`, because the forward failed."""
+        """Undo the latest `prepare_for_backward`, because the forward failed and no backward will follow."""
         self._count_unsynchronized()
         self._sync_policy.cancel_forward()
 
     def keep_local(self, is_local: bool) -> None:
-        """Set whether backwards without a forward only add to this rank's gradients.
+        """Set whether a further backward, without a forward of its own, stays local to this rank, as in `no_sync`.
 
-        See Note [Which backward is reduced] in `sync_policy`.
+        An example is a second backward through one graph. If True, such a backward only adds to this rank's gradients. If
+        False, such a backward averages gradients, unless the latest forward ran with `synchronizes=False`. The first backward
+        after a forward with `synchronizes=True` averages in both cases. See Note [Which backward is reduced] in `sync_policy`.
         """
         self._sync_policy.keep_local(is_local)
 
     def wait_at_end(self, futures: Sequence[AnyFuture]) -> None:
-        """Let the end of the next reduced backward also wait for these futures."""
+        """Add futures for which the next backward with averaging waits before it ends.
+
+        For example, DDP adds the futures of a hook that synchronises buffers. If a future fails, the backward raises its error.
+        """
         self._extra_futures += futures
 
     @property
     def needs_everyone(self) -> bool:
-        """Whether every rank must have gradients in the next backward. If True, no rank may call `shadow_backward`."""
+        """Whether every rank must have gradients in the next backward with averaging. Then no rank may call `shadow_backward`.
+
+        True with `static_graph` until the ranks have agreed on the graph, in the first backward. Otherwise False.
+        """
         return self._usage.needs_everyone
 
     def shadow_backward(self, *, has_forward: bool = True) -> None:
-        """Take part in one forward and backward of the other ranks, without gradients of this rank.
+        """Take part in the collectives of one forward and backward of the other ranks, with zeros as this rank's gradients.
 
-        This method issues the collectives of a backward, with zeros as gradients, and waits for these collectives. This rank's
-        gradients stay unchanged.
+        A rank without inputs calls this method, because the other ranks would wait for it. The method returns when the
+        collectives have finished. This rank's own gradients stay unchanged.
 
         Args:
-            has_forward: whether the other ranks have called `prepare_for_backward` before this backward.
+            has_forward: whether the other ranks have called `prepare_for_backward` before this backward. False for a further
+                backward of an earlier forward.
 
         Raises:
             MisuseError: the backward needs every rank (see `needs_everyone`), or the previous backward never ended.
@@ -496,11 +551,14 @@ class Reducer(Inherited):
         self._reset()
 
     def reduce_gradients(self, indices: Collection[int]) -> None:
-        """Take part in one backward of the other ranks with gradients that this rank already has.
+        """Average gradients that this rank already has, without a backward on this rank.
 
-        This method issues the collectives of a backward, and delivers the reduced gradients of the parameters. Autograd, users'
-        hooks and the functions of `on_begin` and `on_iteration` do not run. `indices` are the parameters whose gradients this
-        rank adds.
+        This method issues the collectives of a backward. At the same time, each other rank must run a backward, or call
+        `reduce_gradients` or `shadow_backward`. Then the parameters get the averaged gradients. Autograd, users' hooks and the
+        functions of `on_begin` and `on_iteration` do not run.
+
+        Args:
+            indices: the parameters that count as used on this rank. If no rank uses a parameter, its gradient stays unchanged.
 
         Raises:
             MisuseError: the previous backward never ended, or the reducer lacks `find_unused_parameters`, or has `static_graph`
@@ -528,27 +586,33 @@ class Reducer(Inherited):
         self._reset()
 
     def check_finalized(self) -> None:
-        """Raise a MisuseError if a reduced backward has begun and has not ended."""
+        """Raise a MisuseError if a backward has begun to average gradients and has not ended. Otherwise do nothing."""
         self._check_idle("check_finalized")
 
     @override
     def in_fork(self) -> None:
-        """Remove the hooks in a forked child process."""
+        """Remove the hooks from the parameters in a forked child process, where gradients are not averaged.
+
+        Called in the child after the fork, before any other code.
+        """
         self.is_in_fork = True
         self._close_hooks()
         self._running = None
 
     @property
     def has_users_hooks(self) -> bool:
-        """Whether the latest check found users' hooks, which see gradients before they are averaged."""
+        """Whether users' hooks on parameters see gradients before they are averaged.
+
+        The reducer looks for such hooks only in some backwards; see `is_worth_a_look`. This is the result of the latest look.
+        """
         return bool(self._users_hooks.indices)
 
     def users_hooks_in_words(self) -> str:
-        """Return a warning that names the parameters with users' hooks."""
+        """Return the text of a warning: which parameters have users' hooks that see gradients before they are averaged."""
         return error_messages.sees_own_gradients([self._named.names[index] for index in self._users_hooks.indices])
 
     def close(self) -> None:
-        """Remove the hooks from the parameters. The gradients stay."""
+        """Stop averaging gradients for ever: remove the reducer's hooks from the parameters. The gradients stay."""
         self._close_hooks()
 
     # ---- during backward ----

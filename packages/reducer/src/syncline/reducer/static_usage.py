@@ -16,12 +16,13 @@ from .usage import UnexpectedGradientError, UsageModel
 class StaticUsage(UsageModel):
     """A usage model for `static_graph=True`: in every backward, each parameter gets as many gradients as in the first backward.
 
-    "The first backward" is the first backward that is reduced. A parameter may get no gradient, or several gradients (from
-    re-entrant checkpoints). All gradients of the first backward are reduced at its end. Then the ranks also agree on the
+    "The first backward" is the first backward that averages gradients. A parameter may get no gradient, or several gradients
+    (from re-entrant checkpoints). All gradients of the first backward are reduced at its end. Then the ranks also agree on the
     parameters that at least one rank uses. Later, a parameter is ready when its last gradient has come.
 
-    A backward inside `no_sync` may leave out parameters. It may use additional parameters only before the first backward. Only
-    the first reduction includes the gradients of these additional parameters.
+    A backward inside `no_sync` may leave out parameters. Before the first backward, it may also use parameters that the first
+    backward does not use. Their gradients are averaged once, together with the gradients of the first backward. After the first
+    backward, a gradient of such a parameter is an error.
     """
 
     hint_missing = (
@@ -54,7 +55,7 @@ class StaticUsage(UsageModel):
 
     @property
     def needs_everyone(self) -> bool:
-        """True until the end of the first backward, when the ranks agree on the used parameters."""
+        """True until the ranks have agreed on the used parameters, at the end of the first backward with averaging."""
         return not self._is_map_synced
 
     @property
@@ -66,7 +67,11 @@ class StaticUsage(UsageModel):
         return None if expected is None else sum(expected[index] for index in indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """Return the parameters whose last gradient has come. A surplus gradient counts as a last gradient."""
+        """Return the parameters that have all gradients which the first backward with averaging has shown.
+
+        During the first backward, return none. If a parameter gets more gradients than expected, return it again with each of
+        them. Then the reducer raises an error.
+        """
         if self._expected is None:
             self._counts.update(indices)
             self.accumulated(indices, undefined)
@@ -86,7 +91,7 @@ class StaticUsage(UsageModel):
         return final
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
-        """Until the end of the first backward, record the used parameters. Later, check that there are no additional ones.
+        """Until the end of the first backward with averaging, record the used parameters. Later, only check these parameters.
 
         Raises:
             UnexpectedGradientError: a later backward uses a parameter that the first backward did not use.
@@ -111,18 +116,21 @@ class StaticUsage(UsageModel):
         return range(self._count)
 
     def sync_used_map(self) -> None:
-        """In the first backward only, issue an all_reduce with one byte for each parameter."""
+        """In the first backward with averaging, issue an all_reduce with one byte for each parameter. Later, do nothing."""
         if not self._is_map_synced:
             # Level 1: used before the first reduction. Level 2: used by the first backward itself.
             self._map.sync(bytes((index in self._used) + (index in self._regular) for index in range(self._count)))
             self._is_map_synced = True
 
     def locally_unused(self, indices: Collection[int]) -> frozenset[int]:
-        """Return the given parameters that got no gradient in the first backward, or, during it, have none so far."""
+        """Return those of the given parameters that got no gradient on this rank in the first backward with averaging.
+
+        During the first backward with averaging, return those that have got no gradient so far, also not in earlier backwards.
+        """
         return without(indices, self._used if self._is_first else self._regular, self._count)
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:
-        """Return the given parameters that no rank uses, as the ranks agreed in the first backward."""
+        """Return those of the given parameters that no rank uses, as the ranks agreed in the first backward with averaging."""
         doubtful = self.locally_unused(indices)
         return self._map.unused(doubtful, 1 if self._is_first else 2) if doubtful else frozenset()
 

@@ -14,7 +14,8 @@ class BucketTimes:
         nbytes: the size of the bucket's buffer, in bytes.
         ready: the earliest time when the bucket could start: its last gradient had come, and all earlier buckets had started.
         started: the time when the bucket's reduction was issued.
-        finished: the time when the bucket's reduction ended. None before the end.
+        finished: the time when the bucket's reduction ended. None before the end. For CUDA tensors without a communication
+            hook, the time when the reducer's wait for the reduction returned.
         number: the bucket's position in `Reducer.buckets`.
     """
 
@@ -25,7 +26,7 @@ class BucketTimes:
     number: int = 0
 
     def note_end(self, _: object = None) -> None:
-        """Record the end of the reduction. Further calls do nothing."""
+        """Set `finished` to the present time, because the reduction has ended. Further calls do nothing."""
         if self.finished is None:
             self.finished = time.perf_counter()
 

@@ -39,62 +39,88 @@ class UsageModel(ABC):
 
     @property
     def asks_for_undefined(self) -> bool:
-        """Whether the reducer must tell this model which gradients are None."""
+        """Whether `arrived` and `accumulated` need to know which gradients are None.
+
+        If False, the reducer passes an empty collection as `undefined`.
+        """
         return True
 
     @property
     def needs_everyone(self) -> bool:
-        """Whether every rank must have gradients in the next backward."""
+        """Whether every rank must have gradients in the next backward with averaging.
+
+        If True, no rank may call `Reducer.shadow_backward` for this backward.
+        """
         return False
 
     @abstractmethod
     def begin(self) -> Sequence[int]:
-        """Begin a backward. Return the parameters whose gradients will not come in this backward."""
+        """Begin a backward with averaging. Return the parameters whose gradients will not come in this backward.
+
+        The reducer does not wait for these gradients.
+        """
 
     @abstractmethod
     def needed(self, indices: Collection[int]) -> int | None:
-        """Return the number of gradients that these parameters of one bucket get, or None to look at each gradient."""
+        """Return how many gradients these parameters of one bucket get in this backward.
+
+        When so many gradients have come, the reducer calls `arrived`. If the result is None, the number is not known. Then the
+        reducer calls `arrived` after each gradient.
+        """
 
     @abstractmethod
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """Record gradients in the order in which they came. Return the parameters whose gradients are final now.
+        """Record gradients that have come. Return the parameters that get no further gradients in this backward.
 
         Args:
-            indices: the parameters of the gradients. A parameter with several gradients appears several times.
+            indices: the parameters of the gradients, in the order in which the gradients came. A parameter with several
+                gradients appears several times.
             undefined: the given parameters whose gradient is None.
         """
 
     @abstractmethod
     def ended(self) -> Sequence[int]:
-        """Return the parameters whose gradients are final only at the end of backward."""
+        """Return the parameters for whose gradients the reducer must wait until the end of backward. They are ready now."""
 
     def shadow_backward(self) -> None:  # noqa: B027 - most models need not know
-        """Called in place of `begin` if only other ranks have gradients."""
+        """Begin a backward that this rank does not run itself. The reducer calls this method in place of `begin`."""
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:  # noqa: B027 - most models need not know
-        """Record gradients of a backward that is not reduced. They count for a later backward.
+        """Record gradients of a backward without averaging, as in `no_sync`. They count in the next backward with averaging.
 
         Raises:
             UnexpectedGradientError: an earlier backward has shown that one of these parameters gets no gradient.
         """
 
     def may_skip(self, indices: Collection[int]) -> bool:  # noqa: ARG002 - the contract's
-        """Whether to leave out the bucket of these parameters, because no rank uses them. All ranks get the same result."""
+        """Whether the reducer leaves out the bucket of these parameters, because no rank uses them. Equal on all ranks.
+
+        If False, the bucket is reduced. The method may wait for other ranks.
+        """
         return False
 
     def sync_used_map(self) -> None:  # noqa: B027 - in most models the ranks agree on nothing
-        """Issue the collectives in which the ranks agree on the used parameters. Every rank calls this at the same point."""
+        """Start the collectives by which the ranks agree on the parameters that at least one rank uses.
+
+        Every rank calls this method at the same point of a backward. A usage model without such collectives does nothing.
+        """
 
     def locally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
-        """Return the given parameters that this rank does not use. The gradients of the given parameters are final."""
+        """Return those of the given parameters that this rank does not use.
+
+        The reducer calls this method when the parameters get no further gradients in this backward.
+        """
         return frozenset()
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
-        """Return the given parameters that no rank uses. May wait for the collectives of `sync_used_map`."""
+        """Return those of the given parameters that no rank uses. Their gradients stay unchanged.
+
+        The method may wait for the collectives of `sync_used_map`.
+        """
         return frozenset()
 
     def find_nodes_again(self) -> None:  # noqa: B027 - most models hold no nodes
-        """Look for the parameters' nodes in autograd's graph again."""
+        """Look for the parameters' nodes in autograd's graph again, because a conversion of parameters has made new nodes."""
 
     def reset(self) -> None:  # noqa: B027 - most models remember nothing
         """Forget this backward, because it is over."""

@@ -15,9 +15,10 @@ _LOOK_EVERY = 32
 
 
 def is_worth_a_look(reductions: int) -> bool:
-    """Whether to look for users' hooks after this number of reduced backwards.
+    """Whether to look for users' hooks in this backward. A look at all parameters costs time, so the reducer looks seldom.
 
-    True for powers of two and for multiples of 32.
+    True if `reductions`, the number of backwards with averaging so far, is 0, a power of two or a multiple of 32. All ranks
+    have the same number, so they look in the same backwards.
     """
     return reductions % _LOOK_EVERY == 0 or reductions & (reductions - 1) == 0
 

@@ -36,12 +36,16 @@ class Difference(NamedTuple):
 
 
 def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tensor], *, group: ProcessGroup) -> None:
-    """Check that all ranks have the same parameters: names, shapes, strides, dtypes, and which ones are frozen.
+    """Check that all ranks have the same parameters in the same order: names, shapes, strides, dtypes, and which are frozen.
 
-    Every rank of the group calls this function. Errors use `names`, and call a tensor a buffer if it is not a
-    `torch.nn.Parameter`.
+    Every rank of the group calls this function.
 
-    Cost: an all_reduce of 16 bytes. If ranks differ, also two broadcasts of a description, and an all-gather of a byte.
+    Args:
+        names: the names, for errors and for the comparison.
+        parameters: the parameters or buffers. A tensor that is not a `torch.nn.Parameter` counts as a buffer.
+        group: the group whose ranks are compared.
+
+    Cost: an all_reduce of 16 bytes. If ranks differ, also two broadcasts of a description, and all-gathers of a few bytes.
 
     Raises:
         DisagreementError: on every rank, if the parameters differ. The text describes the first different parameter, on rank 0
@@ -59,13 +63,15 @@ def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tens
 def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -> None:
     """Check that all ranks have the same options. Every rank of the group calls this function.
 
-    `options` has a value for each name of the user's arguments: a number, a string, None, or a sequence of such values.
+    Args:
+        options: a value for each option's name: a number, a string, None, or a sequence of such values.
+        group: the group whose ranks are compared.
 
     Cost: the cost of `verify_same_parameters`.
 
     Raises:
-        DisagreementError: on every rank, if the options differ, or if a rank has refused its model (see `telling_the_others`).
-            The text shows different values, or the reason of the refusal.
+        DisagreementError: on every rank, if the options differ, or if a rank has failed in `telling_the_others`. The text shows
+            the different values, or the error of that rank.
     """
     difference = _find_difference(options, group)
     if difference is None:
@@ -87,9 +93,10 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
 
 @contextmanager
 def telling_the_others(group: ProcessGroup) -> Iterator[None]:
-    """A context for checks before `verify_same_options`. It tells the other ranks if the checks fail on this rank.
+    """A context for checks that only one rank may fail. Call `verify_same_options` after the context, with the same group.
 
-    If the checks raise a MisuseError, `verify_same_options` raises a DisagreementError with its text on the other ranks.
+    If the checks raise a MisuseError on this rank, the other ranks get a DisagreementError with its text, from
+    `verify_same_options`. Without this context, they would wait there for this rank.
 
     Raises:
         MisuseError: the error of the checks.
