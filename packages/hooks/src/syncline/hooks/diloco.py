@@ -132,10 +132,10 @@ class DiLoCoOptimizer(WrappingOptimizer):
         return f"DiLoCoOptimizer({self.optim!r}, sync_every={self.sync_every}, fragments={len(self._fragments)})"
 
     def step(self, closure: Any = None) -> Any:
-        """Step the inner optimizer, and communicate if an outer step is due.
+        """Step the inner optimizer, and communicate if an outer step is due. Return what the inner optimizer's `step` returns.
 
-        The result is the result of the inner optimizer's `step`. All ranks must take the same number of steps. After the inner
-        step, this method takes the outer steps that are due, and starts the averages that are due.
+        All ranks must take the same number of steps. After the inner step, this method takes the outer steps that are due, and
+        starts the averages that are due.
         """
         loss = self.optim.step(closure)
         self.steps += 1

@@ -103,11 +103,12 @@ class Reducer(Inherited):
         sparse: for each parameter, whether its gradients are sparse (COO). None: no gradient is sparse.
         find_unused_parameters: allow each backward to reach only some parameters, and different parameters on each rank, but at
             least one parameter. If no rank uses a parameter, its gradient stays unchanged.
-        skip_all_reduce_unused_params: do not reduce a bucket whose parameters no rank uses. Requires `find_unused_parameters`.
+        skip_all_reduce_unused_params: do not reduce a bucket whose parameters no rank uses. Without
+            `find_unused_parameters`, this option has no effect.
         static_graph: promise that every backward with averaging has the graph of the first backward. See `StaticUsage`. As in
             torch, this option overrides `find_unused_parameters`.
-        delayed: names of parameters that may get any number of gradients in a backward. They wait until the gradient of
-            `delayed_until` arrives or backward ends. Their gradients are reduced last.
+        delayed: names of parameters that may get any number of gradients until the gradient of `delayed_until` arrives or
+            backward ends. Their gradients are reduced then, after the gradients of all other buckets.
         delayed_until: the name of a parameter. None: the delayed parameters wait for the end of backward.
 
     Attributes:
@@ -365,8 +366,8 @@ class Reducer(Inherited):
         """Prepare the reducer for a backward. Call this method before each forward.
 
         The first call with `synchronizes=True` builds the buckets. When a backward has shown the order in which gradients
-        arrive, the next such call builds the buckets again, in this order (but not with `find_unused_parameters`). A call that
-        builds buckets is a collective.
+        arrive, the next call with `synchronizes=True` builds the buckets again, in this order (but not with
+        `find_unused_parameters`). A call that builds buckets is a collective.
 
         Args:
             synchronizes: whether the backward of this forward averages gradients over the ranks. If False, the backward only
@@ -509,7 +510,7 @@ class Reducer(Inherited):
 
     @property
     def needs_everyone(self) -> bool:
-        """Whether every rank must have gradients in the next backward with averaging. Then no rank may call `shadow_backward`.
+        """Whether every rank must have gradients in the next backward with averaging. `shadow_backward` is then an error.
 
         True with `static_graph` until the ranks have agreed on the graph, in the first backward. Otherwise False.
         """

@@ -67,10 +67,10 @@ class StaticUsage(UsageModel):
         return None if expected is None else sum(expected[index] for index in indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """Return the parameters that have all gradients which the first backward with averaging has shown.
+        """Return the parameters whose last gradient of this backward has come. The first backward has shown how many will come.
 
-        During the first backward, return none. If a parameter gets more gradients than expected, return it again with each of
-        them. Then the reducer raises an error.
+        During the first backward with averaging, return none. If a parameter gets more gradients than expected, return it again
+        with each of them. Then the reducer raises an error.
         """
         if self._expected is None:
             self._counts.update(indices)
@@ -125,7 +125,7 @@ class StaticUsage(UsageModel):
     def locally_unused(self, indices: Collection[int]) -> frozenset[int]:
         """Return those of the given parameters that got no gradient on this rank in the first backward with averaging.
 
-        During the first backward with averaging, return those that have got no gradient so far, also not in earlier backwards.
+        During that backward, the gradients of earlier backwards, such as in `no_sync`, count as well.
         """
         return without(indices, self._used if self._is_first else self._regular, self._count)
 
