@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
 
+from syncline.collectives import InvalidArgumentError
 from syncline.hooks import compression_ratio
 from syncline.hooks.low_rank import plan_matrix
 from syncline.hooks.seeds import SharedSeeds
@@ -27,6 +28,12 @@ def resnet18_shapes() -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(("rank", "papers"), [(1, 243), (2, 136), (4, 72)])
 def test_resnet18_is_compressed_as_much_as_in_the_paper(rank: int, papers: int) -> None:
     assert round(compression_ratio(resnet18_shapes(), rank)) == papers
+
+
+@pytest.mark.parametrize("shapes", [[], [(3, 0)]])
+def test_gradients_without_elements_have_no_ratio(shapes: list[tuple[int, ...]]) -> None:
+    with pytest.raises(InvalidArgumentError, match="at least one element"):
+        compression_ratio(shapes, 1)
 
 
 @pytest.mark.parametrize(

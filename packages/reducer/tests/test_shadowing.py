@@ -322,6 +322,15 @@ def test_delayed_until_without_delayed_is_refused() -> None:
     run_ranks(1, body)
 
 
+@pytest.mark.parametrize("others", [{}, {"find_unused_parameters": True, "static_graph": True}])
+def test_skipping_buckets_without_a_search_for_unused_parameters_is_refused(others: dict[str, bool]) -> None:
+    def body(group: ProcessGroup) -> None:
+        with pytest.raises(InvalidArgumentError, match="only with find_unused_parameters=True"):
+            Reducer(make_parameters(), group, skip_all_reduce_unused_params=True, **others)
+
+    run_ranks(1, body)
+
+
 def test_a_delayed_gradient_that_comes_after_all_is_refused() -> None:
     def body(group: ProcessGroup) -> None:
         parameters = make_parameters()

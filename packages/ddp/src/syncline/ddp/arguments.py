@@ -75,19 +75,6 @@ def buffer_synchronization(broadcast_buffers: bool | None, forward_sync_buffers:
     return True, forward_sync_buffers
 
 
-def check_unused(find_unused_parameters: bool, skip_all_reduce_unused_params: bool, static_graph: bool) -> None:
-    """Check the arguments for unused parameters.
-
-    Raises:
-        InvalidArgumentError: `skip_all_reduce_unused_params` is True without `find_unused_parameters`, or with `static_graph`.
-    """
-    if skip_all_reduce_unused_params and (static_graph or not find_unused_parameters):
-        raise InvalidArgumentError(
-            "skip_all_reduce_unused_params=True means something only with find_unused_parameters=True and without "
-            "static_graph=True: pass it so, or leave it out"
-        )
-
-
 def check_lazy_bucket_allocation(lazy_bucket_allocation: bool) -> None:
     """Warn if `lazy_bucket_allocation` is True, because it has no effect."""
     if lazy_bucket_allocation:

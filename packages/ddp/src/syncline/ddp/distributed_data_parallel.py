@@ -155,7 +155,6 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         arguments.check_module(module)
         arguments.check_deprecated(dim, check_reduction)
         arguments.check_lazy_bucket_allocation(lazy_bucket_allocation)
-        arguments.check_unused(find_unused_parameters, skip_all_reduce_unused_params, static_graph)
         sync_buffers_at_first, forward_sync_buffers = arguments.buffer_synchronization(broadcast_buffers, forward_sync_buffers)
         self.mixed_precision = as_mixed_precision(mixed_precision)
         self._tunes_buckets = arguments.tunes_buckets(bucket_cap_mb, bucket_cap_mb_list)
@@ -555,15 +554,15 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         Both go on only if all ranks of the new group have the same number.
         """
         mine = [None if watch is None else watch.every for watch in (self._straggler_watch, self._replica_check)]
+        said = exchange_objects(mine, group=group)
         found: list[int | None] = []
-        for name, numbers in zip(
-            ("watch_stragglers", "check_replicas"), zip(*exchange_objects(mine, group=group)), strict=True
-        ):
+        for index, name in enumerate(("watch_stragglers", "check_replicas")):
+            numbers = [given[index] for given in said]
             is_common = len(set(numbers)) == 1
             found.append(numbers[0] if is_common else None)
             if not is_common and group.rank == 0:
-                said = ", ".join(f"rank {rank}: {number}" for rank, number in enumerate(numbers))
-                logger.warning("%s ends, because the ranks of the new group have different intervals (%s)", name, said)
+                listed = ", ".join(f"rank {rank}: {number}" for rank, number in enumerate(numbers))
+                logger.warning("%s ends, because the ranks of the new group have different intervals (%s)", name, listed)
         return found
 
     @property

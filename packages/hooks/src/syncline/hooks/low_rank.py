@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from syncline.collectives import InvalidArgumentError
+
 
 @dataclass(frozen=True)
 class MatrixPlan:
@@ -52,6 +54,12 @@ def compression_ratio(shapes: Sequence[Sequence[int]], rank: int, min_compressio
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", 2019,
     appendix F, where `min_compression_rate` is 1.
+
+    Raises:
+        InvalidArgumentError: the gradients have no elements.
     """
     plans = [plan_matrix(shape, rank, min_compression_rate) for shape in shapes]
-    return sum(plan.rows * plan.columns for plan in plans) / sum(plan.numel_sent for plan in plans)
+    sent = sum(plan.numel_sent for plan in plans)
+    if sent == 0:
+        raise InvalidArgumentError(f"compression_ratio: expected shapes with at least one element, found {list(shapes)}")
+    return sum(plan.rows * plan.columns for plan in plans) / sent

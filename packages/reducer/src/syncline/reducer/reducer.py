@@ -103,8 +103,8 @@ class Reducer(Inherited):
         sparse: for each parameter, whether its gradients are sparse (COO). None: no gradient is sparse.
         find_unused_parameters: allow each backward to reach only some parameters, and different parameters on each rank, but at
             least one parameter. If no rank uses a parameter, its gradient stays unchanged.
-        skip_all_reduce_unused_params: do not reduce a bucket whose parameters no rank uses. Without
-            `find_unused_parameters`, this option has no effect.
+        skip_all_reduce_unused_params: do not reduce a bucket whose parameters no rank uses. Requires
+            `find_unused_parameters`.
         static_graph: promise that every backward with averaging has the graph of the first backward. See `StaticUsage`. As in
             torch, this option overrides `find_unused_parameters`.
         delayed: names of parameters that may get any number of gradients until the gradient of `delayed_until` arrives or
@@ -124,7 +124,8 @@ class Reducer(Inherited):
     Raises:
         MisuseError: there is no parameter, or a parameter does not require a gradient.
         InvalidArgumentError: `sparse` does not fit the parameters, a size limit is below 0, a delayed name is unknown, or
-            `delayed_until` is given without `delayed`.
+            `delayed_until` is given without `delayed`. Or `skip_all_reduce_unused_params` is given without
+            `find_unused_parameters`, or with `static_graph`.
     """
 
     def __init__(
@@ -144,6 +145,11 @@ class Reducer(Inherited):
     ) -> None:
         if delayed_until is not None and not delayed:
             raise InvalidArgumentError(f"delayed_until='{delayed_until}' without delayed: name what waits, or leave it out")
+        if skip_all_reduce_unused_params and (static_graph or not find_unused_parameters):
+            raise InvalidArgumentError(
+                "skip_all_reduce_unused_params=True means something only with find_unused_parameters=True and without "
+                "static_graph=True: pass it so, or leave it out"
+            )
         self._group = group
         self._find_unused, self._skip_unused, self._is_static = (
             find_unused_parameters,
