@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from syncline.collectives import ProcessGroup, RoundRobinGroup, TransportError
+from syncline.collectives import GroupClosedError, ProcessGroup, RoundRobinGroup, TransportError
 from syncline.collectives.startup.backend import Backend, ConnectRequest
 from syncline.collectives.startup.registry import PerDeviceBackend
 from syncline.collectives.transports.threads import backend as in_process
@@ -45,20 +45,31 @@ def test_each_backend_hears_which_device_it_is_for(backend: OnItsDevice) -> None
     group.close()
 
 
-def test_all_are_closed_also_if_one_cannot(backend: OnItsDevice) -> None:
+@pytest.mark.parametrize("order", [("cpu", "cuda"), ("cuda", "cpu")])
+def test_all_are_closed_also_if_one_cannot_and_the_hosts_group_last(backend: OnItsDevice, order: tuple[str, str]) -> None:
     closed: list[str] = []
 
     def close(name: str) -> None:
         closed.append(name)
-        if name == "cpu":
+        if name == "cuda":
             raise TransportError("a failure that nobody was told of")
 
-    group = PerDeviceBackend({"cuda": backend, "cpu": backend}).connect(REQUEST)
+    group = PerDeviceBackend(dict.fromkeys(order, backend)).connect(REQUEST)
     for name, part in group.groups.items():
         part.close = partial(close, name)
     with pytest.raises(TransportError, match="nobody was told"):
         group.close()
-    assert closed == ["cpu", "cuda"]  # the last one first
+    assert closed == ["cuda", "cpu"]
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_a_companion_ends_before_the_groups(backend: OnItsDevice, end: str) -> None:
+    group = PerDeviceBackend({"cpu": backend, "cuda": backend}).connect(REQUEST)
+    companion = in_process.connect(REQUEST)
+    group.end_together(companion)
+    getattr(group, end)()
+    with pytest.raises(GroupClosedError):
+        companion.barrier()
 
 
 def test_a_new_time_limit_is_every_groups(backend: OnItsDevice) -> None:

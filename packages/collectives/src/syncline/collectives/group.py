@@ -548,8 +548,8 @@ class ProcessGroup(ABC):
         """Let the group `companion`, which has the same ranks, end together with this group.
 
         When this group is closed, this group first closes `companion`, or aborts `companion` after a failure. When this group
-        is aborted, this group aborts `companion`, too. Groups made of other groups, and groups of torch, ignore this call:
-        there, the caller must end the companion.
+        is aborted, this group aborts `companion`, too. Groups of torch ignore this call: there, the caller must end the
+        companion.
         """
 
     def is_in_callback(self) -> bool:

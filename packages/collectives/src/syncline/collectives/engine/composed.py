@@ -60,6 +60,11 @@ class DelegatingGroup(ProcessGroup):
             group.abort()
 
     @override
+    def end_together(self, companion: ProcessGroup) -> None:
+        # The last member group is the first that `close` closes. So `companion` is closed before the members that it uses.
+        self._all[-1].end_together(companion)
+
+    @override
     def exchange_texts(self, text: str) -> list[str] | None:
         return self._all[0].exchange_texts(text)
 
@@ -123,11 +128,12 @@ class DelegatingGroup(ProcessGroup):
 class PerDeviceGroup(DelegatingGroup):
     """A group with one member group, of the same ranks, for each type of device ("cpu", "cuda").
 
-    Calls of different member groups may run in any order. A barrier runs on the first member group.
+    Calls of different member groups may run in any order. A barrier runs on the member group that the program names first.
     """
 
     def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
-        super().__init__(tuple(groups.values()))
+        # The group for host memory comes first, so it is closed last: groups for GPUs send messages through it until then.
+        super().__init__([groups[device_type] for device_type in sorted(groups, key=lambda device_type: device_type != "cpu")])
         for device_type, group in groups.items():
             if device_type not in group.device_types:
                 served = ", ".join(sorted(group.device_types))
@@ -173,7 +179,7 @@ class PerDeviceGroup(DelegatingGroup):
         self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
     ) -> Work:
         if signature.name == "barrier":  # it has no tensor whose device could choose the group
-            return self._all[0].barrier(async_op=async_op)
+            return next(iter(self.groups.values())).barrier(async_op=async_op)
         return super()._issue(signature, reads, writes, async_op)
 
     def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
@@ -215,7 +221,7 @@ class PerDeviceGroup(DelegatingGroup):
 
     @property
     def _host(self) -> ProcessGroup:
-        return self.groups["cpu"] if "cpu" in self.groups else self._all[0]
+        return self._all[0]
 
     def _others(self) -> list[ProcessGroup]:
         return [group for group in self._all if group is not self._host]
