@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -54,6 +56,23 @@ def test_a_process_lives_until_it_is_killed_also_before_its_parent_has_looked(be
 
 def test_another_process_of_the_same_number_is_not_taken_for_it() -> None:
     assert has_ended(replace(own(), started=own().started + 1))
+
+
+def test_a_process_without_file_descriptors_takes_no_other_process_for_lost() -> None:
+    other = own()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, limits[0]), limits[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        assert other.state() is None
+        assert not has_ended(other)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in held:
+            os.close(descriptor)
 
 
 def test_a_text_of_it_is_read_again() -> None:

@@ -53,11 +53,15 @@ class ProcessIdentity:
         return self.node == _own_node()
 
     def state(self) -> ProcessState | None:
-        """Return the state of the process, or None if the process is on another node."""
+        """Return the state of the process, or None if this process cannot find out, for example on another node."""
         # The process id means nothing on another node, where it may belong to another process.
         if not self.is_here():
             return None
-        found = _stat(self.pid)
+        try:
+            found = _stat(self.pid)
+        # This process cannot look, for example because it has no file descriptor left. That says nothing about the other one.
+        except OSError:
+            return None
         # No such process, another process that got the same id later, or a zombie.
         if found is None or found[1] != self.started or found[0] in _GONE:
             return ProcessState.GONE
@@ -88,7 +92,10 @@ def has_ended(process: ProcessIdentity | None) -> bool:
 
 def own_identity() -> ProcessIdentity | None:
     """Return the identity of this process, or None if there is no /proc."""
-    found, node = _stat(os.getpid()), _own_node()
+    try:
+        found, node = _stat(os.getpid()), _own_node()
+    except OSError:
+        return None
     return None if found is None or not node else ProcessIdentity(node, socket.gethostname(), os.getpid(), found[1])
 
 
@@ -102,10 +109,14 @@ def _own_node() -> str:
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
+    """Return the state and the start time of a process; None if the process has ended, or if there is no /proc.
+
+    Raises:
+        OSError: the file could not be read for another reason.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    # The process has ended, or there is no /proc.
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text.rpartition(")")[2].split()  # the process name before may contain blanks, brackets and other bytes
     return fields[0], int(fields[19])
