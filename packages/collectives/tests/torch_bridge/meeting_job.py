@@ -14,6 +14,7 @@ from syncline.collectives import (
     GroupClosedError,
     as_process_group,
     barrier,
+    broadcast,
     destroy_process_group,
     get_default_group,
     init_process_group,
@@ -45,6 +46,12 @@ def share(rank: int, size: int, folder: str) -> None:
         tensor = torch.tensor([rank + 1.0])
         dist.all_reduce(tensor, group=group)
         assert tensor.item() == size * (size + 1) / 2
+    without_rank_0 = dist.new_group(range(1, size), backend="gloo")
+    if rank > 0:
+        wrapped = as_process_group(without_rank_0)
+        assert wrapped.ranks == tuple(range(1, size))
+        broadcast(tensor.fill_(rank), src=size - 1, group=wrapped)
+        assert tensor.item() == size - 1
     dist.destroy_process_group()
     barrier()  # ours is open
     share_default_group()

@@ -72,6 +72,14 @@ def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
     return ours if isinstance(ours, ProcessGroup) else TorchGroup(torch_group)
 
 
+def _ranks_in_default_group(torch_group: Any) -> list[int] | None:
+    """Return the ranks of the group's members in torch's default group; None if torch.distributed does not know the group."""
+    try:
+        return dist.get_process_group_ranks(torch_group)
+    except (KeyError, ValueError):  # a backend, or a group that the program made without `new_group`
+        return None
+
+
 class TorchGroup(ProcessGroup):
     """A torch.distributed group as a Syncline group. Each collective is issued at once, on the caller's thread.
 
@@ -87,7 +95,8 @@ class TorchGroup(ProcessGroup):
     def __init__(
         self, torch_group: dist.ProcessGroup | TorchBackend, *, name: str = "torch", timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
-        super().__init__(torch_group.rank(), torch_group.size(), name=name, timeout_s=timeout_s)
+        ranks = _ranks_in_default_group(torch_group)
+        super().__init__(torch_group.rank(), torch_group.size(), name=name, timeout_s=timeout_s, ranks=ranks)
         self.torch_group = torch_group  # typed as Any: the stub of Backend has no collectives
         served = getattr(torch_group, "_device_types", None)  # a backend has no such attribute
         self._device_types = frozenset({"cpu", "cuda"} if served is None else (device.type for device in served))
