@@ -236,6 +236,39 @@ def test_torchrun_with_an_mpi_installed(run_job, tmp_path: Path) -> None:
     assert "torchrun started these 2 ranks and does not start MPI programs. Start them with mpiexec or srun" in words_found
 
 
+@pytest.mark.parametrize("through", ["syncline", "torch.distributed"])
+def test_ranks_that_torchrun_starts_again_meet_again(run_job, through: str) -> None:
+    job = run_job(
+        None,
+        """
+        import os, sys, time
+        import torch
+        import torch.distributed as dist
+        import syncline.collectives as sc
+        import syncline.collectives.torch_backend
+
+        tensor = torch.ones(1)
+        if sys.argv[1] == "syncline":
+            sc.init_process_group("gloo", timeout=60)
+            sc.all_reduce(tensor)
+        else:
+            dist.init_process_group("syncline")
+            dist.all_reduce(tensor)
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        os.write(1, f"attempt {attempt} has {tensor.item()}\\n".encode())
+        if attempt == "0" and os.environ["RANK"] == "1":
+            os._exit(3)
+        if attempt == "0":
+            time.sleep(60)  # torchrun ends this rank
+        """,
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"),
+        *("script.py", through),
+        SYNCLINE_BACKEND="gloo",
+    )
+    assert job.status == 0, job.output
+    assert job.output.count("attempt 1 has 2.0") == 2, job.output
+
+
 def test_no_mpi_library(run_job) -> None:
     job = run_job(
         1,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,7 +30,6 @@ from syncline.collectives.membership.store_reconnector import MembershipVote
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.stores import InMemoryStore
 from syncline.collectives.testing.processes import run_processes
-from syncline.collectives.transports import gloo
 from syncline.collectives.transports.gloo import GlooBackend
 from syncline.collectives.transports.gloo_reconnector import store_lack
 from syncline.collectives.transports.threads import InProcessGroup, create_groups
@@ -370,10 +367,9 @@ def test_a_newcomer_hears_that_the_job_has_ended() -> None:
 
 def test_a_newcomer_with_other_options_is_refused() -> None:
     store = HashStore()
-    with patch.object(gloo, "_connection_numbers", itertools.count()):  # as in a process of its own
-        made = GlooBackend().connect(ConnectRequest(None, 0, 1, None, 5, store=dist.PrefixStore("job", store)))
+    made = GlooBackend().connect(ConnectRequest(None, 0, 1, None, 5, store=dist.PrefixStore("job", store)))
     assert made.missing_for_admit() is None
-    with pytest.raises(DisagreementError, match="check_calls"), patch.object(gloo, "_connection_numbers", itertools.count()):
+    with pytest.raises(DisagreementError, match="check_calls"):
         GlooBackend().connect(
             ConnectRequest(None, None, None, None, 5, store=dist.PrefixStore("job", store), check_calls=True, joins=True)
         )
@@ -382,10 +378,8 @@ def test_a_newcomer_with_other_options_is_refused() -> None:
 
 def test_a_newcomer_needs_no_interface_although_the_job_has_chosen_one() -> None:
     store = dist.PrefixStore("job", HashStore())
-    with patch.object(gloo, "_connection_numbers", itertools.count()):  # as in a process of its own
-        made = GlooBackend().connect(ConnectRequest(None, 0, 1, None, 30, store=store, interfaces=("lo",)))
-    with patch.object(gloo, "_connection_numbers", itertools.count()):
-        newcomer = GlooBackend().connect(ConnectRequest(None, None, None, None, 30, store=store, joins=True))
+    made = GlooBackend().connect(ConnectRequest(None, 0, 1, None, 30, store=store, interfaces=("lo",)))
+    newcomer = GlooBackend().connect(ConnectRequest(None, None, None, None, 30, store=store, joins=True))
 
     def play(number: int) -> object:
         if number == 0:

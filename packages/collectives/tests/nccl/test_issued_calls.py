@@ -266,8 +266,6 @@ def test_the_backend_hands_check_calls_to_its_group(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(library, "load", lambda: nccl)
     monkeypatch.setattr(module, "CudaRuntime", lambda: FakeDevice(f"0000:{next(gpus):02x}:00.0"))
     monkeypatch.setattr(module, "NcclGroup", NcclGroupOnFakes)
-    # All ranks of this test are threads of one process, but the number in the keys counts the connections of a process.
-    monkeypatch.setattr(module, "_connection_numbers", itertools.repeat(0))
 
     def body(outer: ProcessGroup) -> None:
         request = ConnectRequest(None, outer.rank, outer.size, None, PATIENCE_S, check_calls=True)

@@ -27,6 +27,7 @@ from syncline.collectives.startup.rendezvous import (
     Address,
     address_by_environment,
     find_secret,
+    keys_of_connection,
     loopback_host,
     parse_address,
     parse_folder,
@@ -49,6 +50,38 @@ def port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+# ---- one store for several connections ----
+
+
+def test_each_connection_in_a_store_has_keys_of_its_own() -> None:
+    store = dist.HashStore()
+    for number in range(2):
+        first, second = (keys_of_connection(store, "gloo", rank) for rank in range(2))
+        first.set("address", f"of connection {number}")
+        assert second.get("address") == f"of connection {number}".encode()
+        newcomer = keys_of_connection(store, "gloo", None)
+        assert newcomer.get("address") == f"of connection {number}".encode()
+
+
+def test_a_newcomer_that_comes_first_meets_the_first_connection() -> None:
+    store = dist.HashStore()
+    newcomer = keys_of_connection(store, "gloo", None)
+    keys_of_connection(store, "gloo", 0).set("address", "here")
+    assert newcomer.get("address") == b"here"
+
+
+def test_an_attempt_of_torchrun_sees_no_keys_of_the_attempt_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if only some of the ranks had connected in the attempt before."""
+    store = dist.HashStore()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    keys_of_connection(store, "gloo", 0).set("address", "old")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    first, second = (keys_of_connection(store, "gloo", rank) for rank in range(2))
+    assert not second.check(["address"])
+    first.set("address", "new")
+    assert second.get("address") == b"new"
 
 
 @pytest.fixture

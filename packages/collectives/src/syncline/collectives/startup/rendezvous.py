@@ -47,6 +47,28 @@ def meeting_place(request: ConnectRequest) -> tuple[dist.Store, int, int, str | 
     return store, rank, size, address
 
 
+def keys_of_connection(store: dist.Store, backend: str, rank: int | None) -> dist.Store:
+    """Return the part of a shared store in which the ranks of one connection meet.
+
+    A store may serve several connections, one after the other: the store of torchrun's agent, the server of rank 0, or a store
+    that the program passes twice. Each connection has a number, which each rank counts in the store itself. All ranks connect
+    in a store the same number of times, so they get the same number.
+
+    When torchrun starts the ranks again, it keeps its store, and some of the old ranks may not have connected. So the numbers
+    begin again with each attempt.
+
+    Args:
+        store: the shared store.
+        backend: the backend's name; each backend counts its own connections.
+        rank: this rank; None for a process that joins the latest connection later.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt_store = dist.PrefixStore(f"syncline/{backend}/{attempt}", store)
+    # To add 0 reads a number. If rank 0 has not come yet, it will make the first connection.
+    number = max(attempt_store.add("connections/0", 0), 1) if rank is None else attempt_store.add(f"connections/{rank}", 1)
+    return dist.PrefixStore(str(number), attempt_store)
+
+
 def as_torch_store(store: Store | dist.Store) -> dist.Store:
     """Return a store of torch for the user's store."""
     return AsTorchStore(store) if isinstance(store, Store) else store

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +48,7 @@ from ..startup.addresses import (
 )
 from ..startup.backend import Backend, ConnectRequest
 from ..startup.meeting import Met, address_by_store, meet
-from ..startup.rendezvous import as_torch_store, meeting_place, store_of_running_job
+from ..startup.rendezvous import as_torch_store, keys_of_connection, meeting_place, store_of_running_job
 from ..startup.user_secret import is_loopback
 from ..stores import FromTorchStore, Store
 from ..torch_bridge.torch_group import TorchGroup
@@ -58,9 +57,6 @@ from ..torch_internals import gloo_options
 from ..work import Work
 from .gloo_reconnector import Connect, GlooReconnector, Job, admit_lack, store_lack
 
-# A store may outlive a group (torchrun's store does), so the keys of each connection contain a new number. All ranks connect
-# the same number of times, so they use the same numbers.
-_connection_numbers = itertools.count()
 # Below this size, two collectives take longer than one collective with twice the bytes.
 _SCATTER_HALVES_FROM_BYTES = 64 * 1024
 # A waiting collective checks whether waiting is useless: first after _FIRST_LOOK_S, then less often, up to _LOOK_S apart.
@@ -372,7 +368,7 @@ class GlooBackend(Backend):
             # process from ending. Register `_hang_up` again, so that it closes the sockets before MPI's function runs.
             atexit.register(_hang_up)
         devices = () if address is None or request.interfaces else _at(address)
-        store = _numbered(store)
+        store = keys_of_connection(store, "gloo", rank)
         scope = CancelScope(request.timeout_s)
         transport = connect(store, rank, size, request.group_name, scope, devices, interfaces=request.interfaces)
         generation, lack = Generation(0, tuple(range(size)), rank), store_lack(request, size)
@@ -391,7 +387,7 @@ def _newcomer(request: ConnectRequest) -> ShrinkableGroup:
         met_in = as_torch_store(request.store)
     else:
         met_in = store_of_running_job(request.init_method or "", request.timeout_s)
-    store = _numbered(met_in)
+    store = keys_of_connection(met_in, "gloo", None)
     again = _connect_again(request, store, _devices_of_newcomer(request, FromTorchStore(store)))
     reconnector = GlooReconnector.of_newcomer(store, _options(request), again, request.timeout_s)
     alone = connect(dist.HashStore(), 0, 1, request.group_name, CancelScope(request.timeout_s))
@@ -433,10 +429,6 @@ def _connect_again(request: ConnectRequest, store: dist.Store, devices: Devices)
         return again
 
     return connect_again
-
-
-def _numbered(store: dist.Store) -> dist.Store:
-    return dist.PrefixStore(f"syncline/{next(_connection_numbers)}", store)
 
 
 @atexit.register

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-
-import torch.distributed as dist
-
 from ...engine.engine_group import EngineGroup
 from ...errors import BackendUnavailableError
 from ...startup.backend import Backend, ConnectRequest
 from ...startup.registry import load_backend
-from ...startup.rendezvous import rendezvous
+from ...startup.rendezvous import keys_of_connection, rendezvous
 from ..cuda import CudaRuntime
 from . import library
 from .connections import Connector
 from .group import NcclGroup
 from .rendezvous import GroupRendezvous, Rendezvous, StoreRendezvous
-
-# A store may outlive a group (torchrun's store does), so the keys of each connection contain a new number.
-_connection_numbers = itertools.count()
 
 
 class NcclBackend(Backend):
@@ -63,7 +56,7 @@ def _meeting(request: ConnectRequest) -> tuple[Rendezvous, int, int]:
         host = load_backend("mpi").connect(request)
         return GroupRendezvous(host, owned=True), host.rank, host.size
     store, rank, size = rendezvous(request)
-    return StoreRendezvous(dist.PrefixStore(f"syncline/nccl/{next(_connection_numbers)}", store)), rank, size
+    return StoreRendezvous(keys_of_connection(store, "nccl", rank)), rank, size
 
 
 backend = NcclBackend()
