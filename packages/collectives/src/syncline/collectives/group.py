@@ -602,7 +602,8 @@ class ProcessGroup(ABC):
     def meets_in(self, host: ProcessGroup) -> bool:  # noqa: ARG002 - for subclasses that do
         """Whether the ranks of this group found each other through the group `host`, as the ranks of an NCCL group may do.
 
-        If true, `beside` can replace this group when a new group replaces `host` after a loss. If false, do not call `beside`.
+        If true, and a new group replaces `host` after a loss, call `beside` to make the group that replaces this group. If
+        false, do not call `beside`.
         """
         return False
 

@@ -508,7 +508,7 @@ class Reducer(Inherited):
         self._sync_policy.keep_local(is_local)
 
     def wait_at_end(self, futures: Sequence[AnyFuture]) -> None:
-        """Add futures for which the next backward with averaging waits before it ends.
+        """Add futures. The next backward with averaging waits for these futures before it ends.
 
         For example, DDP adds the futures of a hook that synchronises buffers. If a future fails, the backward raises its error.
         """

@@ -102,7 +102,8 @@ class UnevenCalls:
     def announce_step(self, number: int) -> PendingResult[None]:
         """Announce that this rank begins a step of several collectives. `number` is the step's number, from `add_step`.
 
-        The method starts a roll call and does not wait for the other ranks, so the collectives of the step may begin at once.
+        The method starts a roll call, in which the ranks compare what each of them does next. It does not wait for the other
+        ranks, so the collectives of the step may begin at once.
 
         Returns:
             The roll call. Call its `wait` at the end of the step. If another rank announced another step or a single

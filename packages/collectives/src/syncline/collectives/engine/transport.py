@@ -106,8 +106,8 @@ class Transport(ABC):
     def compares_every_call(self) -> bool:
         """Whether this transport compares the ranks' calls before each call runs. The value is the same on all ranks.
 
-        If False, `HostGroup` compares the calls: before each call if the group has `check_calls`, and otherwise later. Then a
-        call may run although the ranks disagree.
+        If False, `HostGroup` compares the calls: before each call if the group has `check_calls`, and otherwise later.
+        Without `check_calls` a call may therefore run although the ranks disagree.
         """
         return False
 
