@@ -143,7 +143,8 @@ class ProcessGroup(ABC):
         """Combine the tensors of all ranks on the root.
 
         Args:
-            tensor: dense, any shape, the same on every rank. Overwritten with the result on the root; only read on other ranks.
+            tensor: dense, any shape. Its shape and dtype are the same on every rank. Overwritten with the result on the root;
+                only read on other ranks.
             root: the rank in this group that gets the result.
             op: see `ReduceOp`.
             async_op: if true, do not wait for the result.

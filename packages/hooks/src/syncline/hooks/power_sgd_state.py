@@ -217,8 +217,8 @@ class PowerSGDState:
 
         Raises:
             MisuseError: the state belongs to another kind of hook or another model, or differs in `matrix_approximation_rank`,
-                `use_error_feedback` or `warm_start`. Without `named_parameters`, this method cannot always detect another
-                model. Then the hook raises the error in its first step.
+                `use_error_feedback` or `warm_start`. If this state was made without `named_parameters`, the method
+                cannot always see that the model is another one. Then the hook raises the error in its first step.
         """
         self.check_state_dict(state)
         self._take(state)

@@ -116,7 +116,10 @@ class StaticUsage(UsageModel):
         return range(self._count)
 
     def sync_used_map(self) -> None:
-        """In the first backward with averaging, issue an all_reduce with one byte for each parameter. Later, do nothing."""
+        """In the first backward with averaging, find out which parameters any rank used. Later, do nothing.
+
+        Cost: an all_reduce of one byte for each parameter.
+        """
         if not self._is_map_synced:
             # Level 1: used before the first reduction. Level 2: used by the first backward itself.
             self._map.sync(bytes((index in self._used) + (index in self._regular) for index in range(self._count)))

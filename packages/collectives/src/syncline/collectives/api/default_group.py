@@ -110,9 +110,9 @@ def init_process_group(
             "env://"; see `rendezvous.store_at`. "mpi://" is the same as backend "mpi".
         timeout: the time limit of each collective, in seconds or as a timedelta. None takes the environment variable
             `SYNCLINE_TIMEOUT_S`, or otherwise the site file's limit, or otherwise 30 minutes.
-        world_size: number of ranks; -1 takes the launcher's number. Another value must agree with the launcher, if there is
-            one.
-        rank: this process's rank; -1 takes the launcher's rank. Another value must agree with the launcher, if there is one.
+        world_size: number of ranks; -1 takes the launcher's number. In a process that a launcher started, another value must
+            agree with the launcher; in a child process of a rank it may differ.
+        rank: this process's rank; -1 takes the launcher's rank. For other values, see `world_size`.
         store: instead of an `init_method`, a store of the package `stores` or a `torch.distributed.Store`, without keys of an
             earlier run.
         communicator: an mpi4py communicator. Its ranks become the ranks of the group, and only these ranks call this function.
