@@ -130,6 +130,7 @@ def test_an_answer_that_comes_after_its_call_has_ended_is_not_taken_for_another(
         if group.rank == 1:
             store.set("a", b"1")
             store.set("b", b"2")
+            clone = store.clone()
             receive = store._group.recv
 
             def interrupted(*arguments, **options):
@@ -139,11 +140,26 @@ def test_an_answer_that_comes_after_its_call_has_ended_is_not_taken_for_another(
             store._group.recv = interrupted
             with pytest.raises(type(error)):
                 store.get("a")
-            with pytest.raises(StoreError, match="an earlier call on this rank ended before its answer came"):
-                store.get("b")
+            # All handles of the rank share the group, so the late answer could reach any of them.
+            for handle in (store, clone, store.clone()):
+                with pytest.raises(StoreError, match="an earlier call on this rank ended before its answer came"):
+                    handle.get("b")
         else:
             store.wait(["b"])
         group.barrier()
         store.close()
 
     run_ranks(2, body)
+
+
+def closes_a_clone(group: ProcessGroup) -> None:
+    store = GroupStore(group.split(0), timeout=20)
+    store.clone().close()
+    with pytest.raises(StoreError, match="closed"):
+        store.check(["key"])
+    store.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_to_close_a_clone_is_to_close_the_store(size: int) -> None:
+    run_ranks(size, closes_a_clone)

@@ -36,6 +36,9 @@ class GroupStore(ServedStore):
 
     Cost of a call: four messages, and no message on rank 0. A call that waits for a key repeats its request.
 
+    The `timeout` of a call limits how long the call waits for a key. If rank 0 is too busy to answer a request, the call waits
+    longer, up to the group's time limit. Then this rank cannot use the store any more, because the answer may still come.
+
     Args:
         group: the group whose ranks share the store. All ranks make a `GroupStore`, and all call `close`, which also closes the
             group.
@@ -45,9 +48,7 @@ class GroupStore(ServedStore):
     def __init__(self, group: ProcessGroup, timeout: timedelta | float | None = None) -> None:
         super().__init__(timeout)
         self._group = group
-        self._asking = threading.Lock()
-        self._closed = False
-        self._has_lost_an_answer = False
+        self._client = _Client()
         self._pid = os.getpid()
         self._server = _Server(group) if group.rank == 0 else None
 
@@ -84,13 +85,13 @@ class GroupStore(ServedStore):
         """
         if os.getpid() != self._pid:
             return
-        with self._asking:
-            if self._closed:
+        with self._client.asking:
+            if self._client.is_closed:
                 return
-            self._closed = True
+            self._client.is_closed = True
             if self._server is not None:
                 everybody_left = self._server.stop()
-            elif self._has_lost_an_answer:
+            elif self._client.has_lost_an_answer:
                 everybody_left = False  # rank 0 may wait for the rest of the request
             else:
                 try:
@@ -106,16 +107,16 @@ class GroupStore(ServedStore):
 
     @override
     def _in_fork(self) -> None:
-        self._asking = threading.Lock()
+        self._client.asking = threading.Lock()
 
     def _call(self, op: Op, *fields: bytes) -> list[bytes]:
         return self._exchange(pack(op, *fields))[1]
 
     def _exchange(self, message: bytes) -> tuple[int, list[bytes]]:
-        with self._asking:
-            if self._closed:
+        with self._client.asking:
+            if self._client.is_closed:
                 raise StoreError(f"{self.describe()}: it was closed")
-            if self._has_lost_an_answer:
+            if self._client.has_lost_an_answer:
                 raise StoreError(
                     f"{self.describe()}: an earlier call on this rank ended before its answer came (a time limit, or Ctrl-C), "
                     "so later answers could be those of other calls; make a new group and a store over it"
@@ -127,14 +128,29 @@ class GroupStore(ServedStore):
 
     def _ask(self, message: bytes) -> bytes:
         # Reset below if there is no error. After an error, a late answer would be taken for the answer to the next call.
-        self._has_lost_an_answer = True
+        self._client.has_lost_an_answer = True
         self._group.send(torch.tensor([len(message)], device="cpu"), 0, _ASK_LENGTH)
         self._group.send(_as_tensor(message), 0, _ASK)
         length = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._group.recv(length, 0, _ANSWER_LENGTH)
         answer = _received(self._group, int(length), 0, _ANSWER)
-        self._has_lost_an_answer = False
+        self._client.has_lost_an_answer = False
         return answer
+
+
+class _Client:
+    """What the handles of one rank share, because their messages go through one group: a handle, and its clones.
+
+    Attributes:
+        asking: held during a request and its answer.
+        is_closed: whether a handle was closed, and with it the group.
+        has_lost_an_answer: whether a call ended before its answer came.
+    """
+
+    def __init__(self) -> None:
+        self.asking = threading.Lock()
+        self.is_closed = False
+        self.has_lost_an_answer = False
 
 
 class _Server:
