@@ -99,6 +99,37 @@ def test_libraries_that_ask_torch_whether_they_are_alone(run_job) -> None:
     assert "rank 1: 4.0 False [1, 3]" in job.output
 
 
+def test_groups_that_torch_gets_again_and_again_leave_nothing(run_job) -> None:
+    """Over MPI, each group that torch gets has a store with a thread and MPI communicators."""
+    job = run_job(
+        2,
+        """
+        import threading
+        import torch
+        import torch.distributed as dist
+        import syncline.collectives as sc
+        from syncline.collectives.torch_backend import share_default_group
+
+        for _ in range(2):
+            sc.init_process_group()
+            for _ in range(2):
+                share_default_group()
+                numbers = torch.tensor([sc.get_rank() + 1.0])
+                dist.all_reduce(numbers)
+                store = dist.group.WORLD.get_group_store()
+                store.set(f"{sc.get_rank()}", "here")
+                assert store.get(f"{1 - sc.get_rank()}") == b"here"
+                dist.destroy_process_group()
+            stores = [thread.name for thread in threading.enumerate() if thread.name.startswith("syncline-store")]
+            print(f"rank {sc.get_rank()}:", numbers.item(), len(stores))
+            sc.destroy_process_group()
+        """,
+    )
+    assert job.status == 0, job.output
+    assert job.output.count("rank 0: 3.0 1") == 2
+    assert job.output.count("rank 1: 3.0 0") == 2
+
+
 # Over a group for each kind of hook, rank 1 makes one step more than rank 0, which calls something else.
 FAILED_GRADIENTS = """
 import torch

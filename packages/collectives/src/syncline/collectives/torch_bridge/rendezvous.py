@@ -80,8 +80,6 @@ def _over_mpi(launch: Launch, rank: int, world_size: int, timeout_s: float) -> t
         group_name="mpi://",
     )
     group = load_backend("mpi").connect(request)
-    # All ranks have just met, so here they can close the stores of earlier calls together.
-    close_stores()
     return _store_of(group, timeout_s), group.rank, group.size
 
 
@@ -100,7 +98,11 @@ def store_over(group: ProcessGroup) -> dist.Store:
 
 
 def _store_of(group: ProcessGroup, timeout_s: float) -> dist.Store:
-    """Make a `GroupStore` over a group. From now on, only the store may use the group."""
+    """Make a `GroupStore` over a group. From now on, only the store may use the group. All ranks have just met."""
+    # Each store has a thread and MPI communicators, so all ranks close the stores of earlier calls here, together. But if torch
+    # has groups now, because our default group has changed (`_renew`), these groups may still use the earlier stores.
+    if not dist.is_initialized():
+        close_stores()
     # `atexit` calls the function that was registered last first. MPI's function is registered already, so `close_stores` runs
     # before MPI ends.
     if not _open:
