@@ -157,7 +157,11 @@ class TorchSideWork(dist.Work):
 
     @disable_dynamo
     def get_future(self) -> TensorsFuture:
-        """Return a future of the output tensors that also works in C++; see Note [Futures that fail] in `work`."""
+        """Return a future of the output tensors that also works in C++; see Note [Futures that fail] in `work`.
+
+        If a callback waits for the future of a later collective, the wait never ends, unless `get_future` was called in the
+        callback. In a callback, call the work's `wait` instead.
+        """
         self._asked()
         future = self.ours.get_future()
         # A callback that runs on our queue's thread may wait for the future. This works only with futures of our own class.
