@@ -39,7 +39,7 @@ _PER_PEER = Formula("N - 1", lambda job: job.ranks - 1)
 #: By library, phase and counter. If a library alone decides, there is no formula.
 FORMULAS: dict[tuple[str, str, str], Formula] = {
     ("gloo", "start-up", "connections"): _PER_PEER,
-    ("gloo", "start-up", "requests"): Formula("2 N + L + 13", lambda job: 2 * job.ranks + job.per_host + 13),
+    ("gloo", "start-up", "requests"): Formula("2 N + L + 14", lambda job: 2 * job.ranks + job.per_host + 14),
     ("gloo", "new_group", "connections"): _PER_PEER,
     ("gloo", "new_group", "requests"): Formula("2 N + L + 8", lambda job: 2 * job.ranks + job.per_host + 8),
     ("gloo", "comparison of calls", "messages"): Formula("3 log2 N", lambda job: 3 * job.rounds),
