@@ -11,8 +11,8 @@ import pytest
 
 from syncline.collectives import LaunchError
 from syncline.collectives.cli.run import ranks
-from syncline.collectives.cli.run.ranks import Job, find_job, first_host, set_variables, tasks_per_node, threads_for
-from syncline.collectives.startup.launch import PLACE_VARIABLE, detect_launch, take_launch
+from syncline.collectives.cli.run.ranks import Job, find_job, first_host, set_variables, started_id, tasks_per_node, threads_for
+from syncline.collectives.startup.launch import PLACE_VARIABLE, Launch, detect_launch, is_own_run_id, take_launch
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_two_launchers(environ: dict[str, str], wanted: int | None, words: str) 
 
 def test_a_child_of_a_rank_is_no_rank_but_ranks_of_a_job_inside_are(without_mpi: None) -> None:
     """Both inherit what the command has set for the rank; those of another job have a place of their own."""
-    rank = {"TORCHELASTIC_RUN_ID": "syncline-mpi-1234", "PMI_RANK": "0", "PMI_SIZE": "2", "RANK": "0", "WORLD_SIZE": "2"}
+    rank = {"TORCHELASTIC_RUN_ID": "syncline-mpi-12345678", "PMI_RANK": "0", "PMI_SIZE": "2", "RANK": "0", "WORLD_SIZE": "2"}
     assert take_launch(rank) is not None
     child = {**rank, PLACE_VARIABLE: rank[PLACE_VARIABLE].replace(str(os.getpid()), str(os.getppid()))}
     with pytest.raises(LaunchError, match=f"a rank of the job .pid {os.getppid()}. started this process, which is no rank"):
@@ -104,10 +104,26 @@ def test_a_child_of_a_rank_is_no_rank_but_ranks_of_a_job_inside_are(without_mpi:
 def test_the_launcher_around_it_speaks_to_our_own_groups() -> None:
     """TORCHELASTIC_RUN_ID is torchrun's signature, but for that which this command sets."""
     pmi = {"PMI_RANK": "1", "PMI_SIZE": "2", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    ours, torchruns = (detect_launch({**pmi, "TORCHELASTIC_RUN_ID": run_id}) for run_id in ("syncline-mpi-12", "none"))
+    ours, torchruns = (detect_launch({**pmi, "TORCHELASTIC_RUN_ID": run_id}) for run_id in ("syncline-mpi-12345678", "none"))
     assert ours is not None
     assert torchruns is not None
     assert (ours.launcher, torchruns.launcher) == ("PMI (MPICH, Intel MPI)", "torchrun")
+
+
+@pytest.mark.parametrize("run_id", ["syncline-7", "syncline-bench", "syncline-mpi-7", "my-syncline-mpi-12345678"])
+def test_a_run_id_of_torchrun_may_begin_with_our_name(run_id: str) -> None:
+    """The variables of srun describe torchrun's agent here, and those of torchrun the process."""
+    torchrun = {"TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_RESTART_COUNT": "0", "RANK": "13", "WORLD_SIZE": "14"}
+    assert detect_launch({**SLURM, **torchrun}) == Launch("torchrun", False, 13, 14)
+    with pytest.raises(LaunchError, match="torchrun started this process"):
+        find_job({**SLURM, **torchrun}, None)
+
+
+def test_own_run_ids(without_mpi: None) -> None:
+    """`syncline run` knows the run ids that it makes."""
+    jobs = [find_job({}, None), find_job({"RANK": "2", "WORLD_SIZE": "3"}, None), find_job(SLURM, None)]
+    assert all(job is not None and is_own_run_id(job.run_id) for job in jobs)
+    assert is_own_run_id(f"{started_id(4711)}12345678")
 
 
 def job_of(**changes: object) -> Job:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ INIT_METHODS = {
 
 
 RUN_ID_PREFIX = "syncline-"
-"""TORCHELASTIC_RUN_ID begins with this text if `syncline run` has set it."""
+"""The run ids of `syncline run` begin with this text. See also `is_own_run_id`."""
+# Test the whole id and not only the prefix, because a user may pass an id such as "syncline-bench" to torchrun.
+_OWN_RUN_ID = re.compile(RUN_ID_PREFIX + r"(started-\d+|alone|mpi|env)-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,8 @@ class _LauncherEnv:
 #
 # 1. torchrun, recognised by TORCHELASTIC_RUN_ID. torchrun may run under any launcher: for example, an MPI job may start one
 #    torchrun on each node. The numbers of torchrun and of the launcher then differ, which is no contradiction. `syncline
-#    run` sets torchrun's variables for the script, too, but with a run id that begins with RUN_ID_PREFIX. Then use the launcher
-#    that has started `syncline run` (points 2 to 4), or point 5 if `syncline run` has started the ranks itself.
+#    run` sets torchrun's variables for the script, too, but with a run id of its own form (`is_own_run_id`). Then use the
+#    launcher that has started `syncline run` (points 2 to 4), or point 5 if `syncline run` has started the ranks itself.
 # 2. The mpirun or mpiexec of an MPI: Open MPI, PMI (MPICH's Hydra, Intel MPI, Cray), MVAPICH. If the variables of two of these
 #    are set, one launcher is inside the other, and nothing says which is the inner one.
 # 3. The launcher of a resource manager: Flux (first, because it may run inside Slurm), PALS, JSM, and Slurm if srun started the
@@ -128,7 +131,7 @@ def detect_launch(environ: Mapping[str, str], *, is_given: bool = False) -> Laun
             and differ. Or a variable says that there are several processes, and other variables are missing.
     """
     # A run id of `syncline run` is not torchrun's: see point 1 of the note.
-    if _is_set(_TORCHRUN, environ) and not environ["TORCHELASTIC_RUN_ID"].startswith(RUN_ID_PREFIX):
+    if _is_set(_TORCHRUN, environ) and not is_own_run_id(environ["TORCHELASTIC_RUN_ID"]):
         return _read(_TORCHRUN, environ)
     spoken = [launcher_env for launcher_env in _OF_AN_MPI if _is_set(launcher_env, environ)]
     if not spoken:
@@ -146,6 +149,11 @@ def detect_launch(environ: Mapping[str, str], *, is_given: bool = False) -> Laun
     for launcher_env, launch in zip(spoken[1:], launches[1:], strict=True):
         _check_agreement(spoken[0], launches[0], launcher_env, launch)
     return launches[0]
+
+
+def is_own_run_id(run_id: str) -> bool:
+    """Whether `syncline run` has made this value of TORCHELASTIC_RUN_ID, and not torchrun. A pure function."""
+    return _OWN_RUN_ID.fullmatch(run_id) is not None
 
 
 def _says_one(environ: Mapping[str, str]) -> bool:

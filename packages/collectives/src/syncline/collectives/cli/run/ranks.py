@@ -26,7 +26,7 @@ from ...startup.addresses import (
     chosen_interfaces,
     try_doors,
 )
-from ...startup.launch import RUN_ID_PREFIX, Launch, detect_launch, parent_rank
+from ...startup.launch import RUN_ID_PREFIX, Launch, detect_launch, is_own_run_id, parent_rank
 from ...startup.mpi_library import conflict_with_launcher, little_shared_memory, missing_library, other_mpi, start
 from ...startup.settings import load_settings
 
@@ -139,7 +139,7 @@ def find_job(environ: Mapping[str, str], wanted: int | None) -> Job | None:
             f"a rank of the job (pid {parent}) started this process, which is no rank itself.\n"
             "Start it with `python`; or outside of the job, with `mpirun -n N syncline run ...`"
         )
-    if "TORCHELASTIC_RESTART_COUNT" in environ and run_id and not run_id.startswith(RUN_ID_PREFIX):
+    if "TORCHELASTIC_RESTART_COUNT" in environ and run_id and not is_own_run_id(run_id):
         raise LaunchError(
             "torchrun started this process, and `syncline run` takes torchrun's place: two launchers at once.\n"
             "Leave one out: `mpirun -n N syncline run train.py`, or `torchrun --nproc-per-node N train.py`"
