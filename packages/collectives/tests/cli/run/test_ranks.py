@@ -54,7 +54,7 @@ def test_pmi_without_mpi(without_mpi: None) -> None:
     assert (job.rank, job.size, job.local_rank, job.local_size, job.node, job.nodes) == (1, 2, 1, 2, 0, 1)
     assert job.address == "127.0.0.1"
     two_nodes = {**hydra, "PMI_SIZE": "4", "PMI_RANK": "3"}
-    with pytest.raises(LaunchError, match="nothing says where rank 0 is: mpi4py is not installed"):
+    with pytest.raises(LaunchError, match="MASTER_ADDR and MASTER_PORT must say where rank 0 is: mpi4py is not installed"):
         find_job(two_nodes, None)
     job = find_job({**two_nodes, "MASTER_ADDR": "head", "MASTER_PORT": "4321"}, None)
     assert job is not None
@@ -68,6 +68,23 @@ def test_by_hand() -> None:
     assert job is not None
     assert (job.rank, job.size, job.address, job.port) == (2, 3, "head", 4321)
     assert find_job(said, 4) is None  # the user wants ranks here
+
+
+def test_by_hand_on_several_nodes_all_ranks_need_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each node has another parent process, so ranks of several nodes cannot compute a common port from it."""
+    said = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "head"}
+    for port in ({}, {"MASTER_PORT": "http"}):
+        with pytest.raises(LaunchError, match="on 2 nodes, and MASTER_PORT must say where rank 0 is") as caught:
+            find_job({**said, **port}, None)
+        assert "give all ranks MASTER_ADDR, the host of rank 0, and MASTER_PORT, a free port there" in str(caught.value)
+    run_ids = set()
+    for parent in (11, 12):
+        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
+        job = find_job({**said, "MASTER_PORT": "4321"}, None)
+        assert job is not None
+        assert job.port == 4321
+        run_ids.add(job.run_id)
+    assert len(run_ids) == 1
 
 
 def test_alone() -> None:

@@ -55,8 +55,8 @@ _CONSTANT = {
     # rank 0 must serve this store.
     "TORCHELASTIC_USE_AGENT_STORE": "False",
 }
-# Without MPI the ranks cannot agree on a port, so each rank computes the port from the job's id. The range is below the
-# ports that the system hands out for connections.
+# Without MPI the ranks cannot agree on a port, so each rank computes the port from the job's id, if MASTER_PORT is not set. The
+# range is below the ports that the system hands out for connections.
 _FIRST_PORT, _PORTS = 20000, 12000
 _START_S = 300.0
 
@@ -348,14 +348,20 @@ def _without_mpi(launch: Launch, environ: Mapping[str, str], problem: str) -> Jo
         local_rank = launch.rank if launch.local_rank is None else launch.local_rank
         local_size = launch.local_world_size or size
         node, nodes = launch.rank // local_size, -(-size // local_size)
-        host, key = "", environ.get("PMIX_NAMESPACE", f"parent {os.getppid()}")
+        host, key = "", environ.get("PMIX_NAMESPACE", "")
     host = environ.get("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 else host)
-    if not host:
-        raise LaunchError(
-            f"the {size} ranks are on {nodes} nodes, and nothing says where rank 0 is: {problem}.\n"
-            "Install what MPI needs, or export MASTER_ADDR, the host of rank 0, to all ranks"
-        )
     port = environ.get("MASTER_PORT", "")
+    if not key and port.isdigit():
+        key = f"{host}:{port}"
+    elif not key and nodes == 1:
+        # Whoever started the ranks of one node is probably the parent of all. On another node the parent has another id.
+        key = f"parent {os.getppid()}"
+    lacks = [name for name, found in (("MASTER_ADDR", host), ("MASTER_PORT", key)) if not found]
+    if lacks:
+        raise LaunchError(
+            f"the {size} ranks are on {nodes} nodes, and {' and '.join(lacks)} must say where rank 0 is: {problem}.\n"
+            "Install what MPI needs, or give all ranks MASTER_ADDR, the host of rank 0, and MASTER_PORT, a free port there"
+        )
     return Job(
         rank=launch.rank,
         size=size,
