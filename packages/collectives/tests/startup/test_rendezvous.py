@@ -9,6 +9,8 @@ import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -330,6 +332,61 @@ def test_all_ranks_of_a_group_are_told_which_rank_lacks_pyzmq(monkeypatch: pytes
         "a TCP store needs pyzmq",
         "rank 2: rank 1 cannot use the TCP store in which the ranks meet: look at its error",
     ]
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_later_meetings_at_an_address_take_no_more_descriptors(port: int) -> None:
+    url, environ = f"tcp://127.0.0.1:{port}", {"SYNCLINE_SECRET": new_secret()}
+    store_at(url, 0, 1, 20.0, environ)
+    before = descriptors()
+    for _ in range(3):
+        store_at(url, 0, 1, 20.0, environ)
+    assert descriptors() <= before  # less if the first connection was still closing a socket
+
+
+def test_later_meetings_of_a_group_take_no_more_descriptors() -> None:
+    meet = partial(tcp_store_of_rank_0, timeout_s=20.0, address="127.0.0.1")
+    run_ranks(1, meet, timeout_s=20.0)
+    before = descriptors()
+    for _ in range(3):
+        run_ranks(1, meet, timeout_s=20.0)
+    assert descriptors() <= before
+
+
+def test_later_meetings_of_a_group_see_no_earlier_keys() -> None:
+    for size in (3, 2):
+        stores = run_ranks(size, lambda group: tcp_store_of_rank_0(group, 20.0), timeout_s=20.0)
+        assert not stores[1].check(["key"])
+        stores[0].set("key", "a")
+        assert stores[1].get("key") == b"a"
+
+
+def test_a_later_meeting_finds_the_server_that_listens_then(port: int) -> None:
+    """As when rank 0 alone was started again: the other ranks still have a client of the server that ended."""
+    url, secret = f"tcp://127.0.0.1:{port}", new_secret()
+    for _ in range(2):
+        with TCPStoreServer("127.0.0.1", port, secret=secret):
+            store = store_at(url, 1, 2, 20.0, {"SYNCLINE_SECRET": secret})
+            assert not store.check(["key"])
+            store.set("key", "a")
+
+
+def test_a_fork_makes_clients_of_its_own(port: int) -> None:
+    url, environ = f"tcp://127.0.0.1:{port}", {"SYNCLINE_SECRET": new_secret()}
+    store = store_at(url, 0, 1, 20.0, environ)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with suppress(BaseException):
+            own = store_at(url, 1, 2, 20.0, environ)
+            own.set("from the child", "a")
+            status = int(own is store)
+        os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert store.get("from the child") == b"a"
 
 
 def test_processes(tmp_path: Path, port: int, secret_file: Path) -> None:

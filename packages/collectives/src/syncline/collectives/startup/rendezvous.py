@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 import torch.distributed as dist
 
 from ..api.object_exchange import exchange_objects
-from ..errors import InvalidArgumentError, LaunchError, StoreUnavailableError
+from ..errors import InvalidArgumentError, LaunchError, StoreError, StoreTimeout, StoreUnavailableError
 from ..forks import in_forks
 from ..group import ProcessGroup
 from ..stores import AsTorchStore, FileStore, Store, TCPStore, TCPStoreServer, file_rendezvous, join_latest_run, new_secret
@@ -253,21 +254,22 @@ def _over_tcp(address: Address, rank: int, timeout_s: float, environ: Mapping[st
 def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float, address: str | None = None) -> dist.Store:
     """Start a TCP store on rank 0 of `group`, and connect all ranks to this store. All ranks of the group call this function.
 
-    The store listens on a port that the system chooses. `address` is the address at which the other ranks reach this rank. If
-    it is None, the function calls `address_by_group`. `timeout_s` is the store's time limit in seconds.
+    Each call makes a new, empty store. All these stores of rank 0 have the same server, which listens on a port that the system
+    chooses. `address` is the address at which the other ranks reach this rank. If it is None, the function calls
+    `address_by_group`. `timeout_s` is the store's time limit in seconds.
 
     Raises:
         LaunchError: `address` is None, and `address_by_group` found no address. All ranks raise this error.
         StoreUnavailableError: rank 0 cannot serve the store, or a rank lacks pyzmq. All ranks raise this error.
     """
     address = address or address_by_group(group, chosen_interfaces(os.environ), timeout_s)
-    told: tuple[str, int, str] | str | None = None
+    told: tuple[str, int, str, int] | str | None = None
     try:
         require_pyzmq()
         if group.rank == 0:
-            secret = new_secret()
+            secret = _secret_of_this_process()
             server = _serve(address, 0, secret)
-            told = (server.host, server.port, secret)
+            told = (server.host, server.port, secret, next(_tables))
     except Exception as error:
         # Send the error, so that the other ranks fail, too, and do not wait for this rank.
         exchange_objects(str(error), group=group)
@@ -280,9 +282,18 @@ def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float, address: str | No
                 f"rank {group.rank}: rank {rank} cannot use the TCP store in which the ranks meet: look at its error\n"
                 f"rank {rank}: {problem}"
             )
-    host, port, secret = said[0]
+    host, port, secret, table = said[0]
     logger.debug("rank %d: rendezvous in the TCP store of rank 0 at %s:%d", group.rank, host, port)
-    return _client(host, port, secret, timeout_s)
+    # The server serves all such stores of rank 0. They may belong to groups of different ranks, so each has its own keys.
+    return dist.PrefixStore(f"table {table}", _client(host, port, secret, timeout_s))
+
+
+_tables = itertools.count()
+
+
+@functools.cache
+def _secret_of_this_process() -> str:
+    return new_secret()
 
 
 @functools.cache
@@ -293,14 +304,33 @@ def _serve(host: str, port: int, secret: str) -> TCPStoreServer:
     return server
 
 
+_clients: dict[tuple[str, int, str, float], AsTorchStore] = {}
+
+
 def _client(host: str, port: int, secret: str, timeout_s: float) -> dist.Store:
+    """Return a client that lives until this process exits. Each has several descriptors, so use the same one again."""
+    place = (host, port, secret, timeout_s)
+    known = _clients.get(place)
+    if known is not None:
+        try:
+            known.num_keys()
+            return known
+        except StoreTimeout:
+            # The whole time limit is over.
+            raise
+        except StoreError as error:
+            # The server has ended. Another one may listen there now, or soon: then the code below connects to it.
+            logger.debug("the server at %s:%d is not there any more: %s", host, port, error)
     store = TCPStore(host, port, secret=secret, timeout=timeout_s)
     _close_at_exit.append(store.close)
-    return AsTorchStore(store)
+    _clients[place] = AsTorchStore(store)
+    return _clients[place]
 
 
-# A forked child must not close the stores of its parent.
+# A forked child must not close the stores of its parent, and starts stores of its own.
 in_forks(_close_at_exit.clear)
+in_forks(_clients.clear)
+in_forks(_secret_of_this_process.cache_clear)
 
 
 @atexit.register
