@@ -372,8 +372,7 @@ class ProcessGroup(ABC):
             async_op: if true, return at once. If false, return when the tensor may be written again; `send` may have to wait
                 for the receiver.
         """
-        self._check_peer("send", dst, tag)
-        self._check_tensors("send", reads=(tensor,))
+        self.check_transfer("send", tensor, dst, tag)
         return self._send(tensor, dst, tag, async_op)
 
     @public_call
@@ -387,9 +386,23 @@ class ProcessGroup(ABC):
             tag: the tag that the sender passes.
             async_op: if true, do not wait for the tensor.
         """
-        self._check_peer("recv", src, tag)
-        self._check_tensors("recv", writes=(tensor,))
+        self.check_transfer("recv", tensor, src, tag)
         return self._recv(tensor, src, tag, async_op)
+
+    def check_transfer(self, name: str, tensor: torch.Tensor, peer: int | None, tag: int) -> None:
+        """Check the arguments of a transfer, as `send` and `recv` do, but begin no transfer.
+
+        Args:
+            name: "send" or "recv".
+            tensor: the tensor of the transfer. It must not be a FakeTensor.
+            peer: `dst` or `src`.
+            tag: the tag of the transfer.
+        """
+        self._check_peer(name, peer, tag)
+        if name == "send":
+            self._check_tensors(name, reads=(tensor,))
+        else:
+            self._check_tensors(name, writes=(tensor,))
 
     # ---- no tensor ----
 

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import InvalidArgumentError
 from ..group import ProcessGroup
-from ..tensors.checks import is_list
+from ..tensors.checks import has_fakes, is_list, resolved
 from ..work import Work
 from .default_group import rank_in, resolve_group
 
@@ -44,8 +44,12 @@ def irecv(
     the sender's rank in the group. See [`ProcessGroup.recv`][syncline.collectives.ProcessGroup.recv].
     """
     chosen = resolve_group(group)
-    source = None if src is None and group_src is None else rank_in(chosen, src, group_src)
-    return chosen.recv(tensor, source, tag, async_op=True)
+    return chosen.recv(tensor, _source_in(chosen, src, group_src), tag, async_op=True)
+
+
+def _source_in(group: ProcessGroup, src: int | None, group_src: int | None) -> int | None:
+    # Without both, the tensor may come from any rank.
+    return None if src is None and group_src is None else rank_in(group, src, group_src)
 
 
 def send(
@@ -106,8 +110,12 @@ class P2POp:
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     """Begin several sends and receives of one group. Returns one `Work` for each entry, in the order of the list.
 
+    If an entry is wrong, no transfer begins. One exception: if a tag is too large for the communication library, the entries
+    before it have begun.
+
     Raises:
-        InvalidArgumentError: the list is empty, or its entries are for different groups.
+        InvalidArgumentError: the list is empty, its entries are for different groups, or `isend` or `irecv` would refuse an
+            entry.
     """
     if not is_list(p2p_op_list, P2POp):
         raise InvalidArgumentError(f"expected a list of P2POps of syncline.collectives, found {p2p_op_list!r:.200}")
@@ -115,4 +123,17 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
         raise InvalidArgumentError("expected at least one P2POp, found none")
     if len({id(resolve_group(entry.group)) for entry in p2p_op_list}) > 1:
         raise InvalidArgumentError("expected all P2POps to be of one group, found several; make one batch for each group")
+    # Check all entries before the first transfer begins, because nobody can take a transfer back. A receive that has begun
+    # would take the message of a later call.
+    for entry in p2p_op_list:
+        _check(entry)
     return [entry.op(entry.tensor, entry.peer, entry.group, entry.tag, entry.group_peer) for entry in p2p_op_list]
+
+
+def _check(entry: P2POp) -> None:
+    group = resolve_group(entry.group)
+    peer = (rank_in if entry.op is isend else _source_in)(group, entry.peer, entry.group_peer)
+    tensor = resolved(entry.tensor)
+    # A FakeTensor is not sent; see Note [Tensors that are no memory] in `tensors.checks`.
+    if not has_fakes([tensor]):
+        group.check_transfer("send" if entry.op is isend else "recv", tensor, peer, entry.tag)

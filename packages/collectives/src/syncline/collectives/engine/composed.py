@@ -109,6 +109,14 @@ class DelegatingGroup(ProcessGroup):
         # One group carries out the whole reduction, also the calls that it issues from callbacks.
         return self._choose(tensor.device.type).all_reduce(tensor, op, async_op=async_op)
 
+    @override
+    def check_transfer(self, name: str, tensor: torch.Tensor, peer: int | None, tag: int) -> None:
+        super().check_transfer(name, tensor, peer, tag)
+        # `_send` and `_recv` of a member group check nothing, and its library may have rules of its own, as NCCL has.
+        for group in self._all:
+            if tensor.device.type in group.device_types:
+                group.check_transfer(name, tensor, peer, tag)
+
     def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
         group = self._choose(tensor.device.type)
         return shown(group, "send", [tensor], partial(group._send, tensor, dst, tag, async_op), is_async=async_op)

@@ -397,18 +397,23 @@ class NcclGroup(EngineGroup):
 
     # ---- two ranks ----
 
-    def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
-        signature = Signature.of("send", tensor, detail=f"dst={dst}, tag={tag}")
-        self._check_tag(signature, tag)
-        return self._transfer(Call(signature, None, (tensor,), ()), tensor, (self.rank, dst), async_op)
-
-    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work:
-        signature = Signature.of("recv", tensor, detail=f"src={'any' if src is None else src}, tag={tag}")
-        self._check_tag(signature, tag)
-        if src is None:
+    @override
+    def check_transfer(self, name: str, tensor: torch.Tensor, peer: int | None, tag: int) -> None:
+        super().check_transfer(name, tensor, peer, tag)
+        if tag != 0:
+            self._refuse_if(name, f"NCCL has no tags, found tag {tag}; transfers between two ranks arrive in order")
+        if peer is None:
             raise InvalidArgumentError(
                 f"recv on {self.place()}: NCCL must know who sends; name the source, or receive on the CPU"
             )
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
+        signature = Signature.of("send", tensor, detail=f"dst={dst}, tag={tag}")
+        return self._transfer(Call(signature, None, (tensor,), ()), tensor, (self.rank, dst), async_op)
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work:
+        signature = Signature.of("recv", tensor, detail=f"src={src}, tag={tag}")
+        assert src is not None  # see `check_transfer`
         return self._transfer(Call(signature, None, (), (tensor,)), tensor, (src, self.rank), async_op)
 
     def _transfer(self, call: Call, tensor: torch.Tensor, direction: tuple[int, int], async_op: bool) -> Work:
@@ -433,10 +438,6 @@ class NcclGroup(EngineGroup):
         if not async_op:
             work.wait()
         return work
-
-    def _check_tag(self, signature: Signature, tag: int) -> None:
-        if tag != 0:
-            self._refuse_if(signature.name, f"NCCL has no tags, found tag {tag}; transfers between two ranks arrive in order")
 
     # ---- groups of some of the ranks ----
 
