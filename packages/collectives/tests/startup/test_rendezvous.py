@@ -334,6 +334,26 @@ def test_all_ranks_of_a_group_are_told_which_rank_lacks_pyzmq(monkeypatch: pytes
     ]
 
 
+def test_a_name_that_means_loopback_on_rank_0s_host_works_there_with_a_warning(
+    port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On Debian, /etc/hosts gives a host's own name the address 127.0.1.1, which other hosts do not reach."""
+    look_up = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *more, **named: look_up("127.0.1.1" if host == "node7" else host, *more, **named)
+    )
+    environ = {"SYNCLINE_SECRET": new_secret()}
+    meet_as_threads("env://", {"MASTER_ADDR": "node7", "MASTER_PORT": str(port), **environ})
+    (said,) = caplog.messages
+    assert said.startswith("rank 0: the name 'node7' leads to 127.0.1.1 on host ")
+    assert "give all ranks an IP address of this host in place of the name" in said
+
+
+def test_a_loopback_address_needs_no_warning(port: int, caplog: pytest.LogCaptureFixture) -> None:
+    meet_as_threads(f"tcp://127.0.1.1:{port}", {"SYNCLINE_SECRET": new_secret()})
+    assert caplog.messages == []
+
+
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 

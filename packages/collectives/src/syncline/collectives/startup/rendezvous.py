@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -149,9 +150,10 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
     ``file:///folder``
         Ranks meet in a folder that all of them can reach. The folder may contain files of earlier runs.
     ``tcp://host:port``
-        Rank 0 serves a store on this address of its machine. All ranks must have the same secret, from the file named by
-        ``?secret_file=PATH`` or from the variable SYNCLINE_SECRET. On the loopback address, neither is needed: the ranks share
-        the secret of their user; see `user_secret`.
+        Rank 0 serves a store on this address of its machine. If the host is a name that leads to a loopback address there,
+        rank 0 logs a warning. All ranks must have the same secret, from the file named by ``?secret_file=PATH`` or from the
+        variable SYNCLINE_SECRET. On the loopback address, neither is needed: the ranks share the secret of their user; see
+        `user_secret`.
     ``env://``
         Under torchrun, the store of torchrun's agent. Without torchrun, the same as ``tcp://$MASTER_ADDR:$MASTER_PORT``.
 
@@ -166,14 +168,14 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
         logger.debug("rank %d of %d: rendezvous in the folder of %s", rank, size, init_method)
         return _left_at_exit(file_rendezvous(parse_folder(init_method), rank, size, timeout=timeout_s))
     if scheme == "tcp":
-        return _over_tcp(parse_address(init_method), rank, timeout_s, environ)
+        return _over_tcp(parse_address(init_method), rank, size, timeout_s, environ)
     # Use torch's rendezvous only here: TCPStore listens on all addresses and asks for no credential, and FileStore reads data
     # of an earlier run. But torchrun's agent has already opened a TCPStore.
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         logger.debug("rank %d of %d: rendezvous in the store of torchrun's agent", rank, size)
         store: dist.Store = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))[0]
         return store
-    return _over_tcp(address_by_environment(init_method, environ), rank, timeout_s, environ)
+    return _over_tcp(address_by_environment(init_method, environ), rank, size, timeout_s, environ)
 
 
 def store_of_running_job(init_method: str, timeout_s: float) -> dist.Store:
@@ -242,12 +244,22 @@ def _read_secret(path: Path) -> str:
     return text
 
 
-def _over_tcp(address: Address, rank: int, timeout_s: float, environ: Mapping[str, str]) -> dist.Store:
+def _over_tcp(address: Address, rank: int, size: int, timeout_s: float, environ: Mapping[str, str]) -> dist.Store:
     secret = find_secret(address.secret_file, environ, address.host)
     logger.debug("rank %d: rendezvous in the TCP store at %s:%d", rank, address.host, address.port)
     # Rank 0 is the server, and a client like all others.
     if rank == 0:
-        _serve(address.host, address.port, secret)
+        server = _serve(address.host, address.port, secret)
+        # Debian gives a host's own name the address 127.0.1.1. Rank 0 does not know yet whether all ranks are on its host.
+        if size > 1 and is_loopback(server.host) and not is_loopback(address.host):
+            logger.warning(
+                "rank 0: the name %r leads to %s on host %s, so ranks on other hosts cannot reach rank 0. If there are any, "
+                "give all ranks an IP address of this host in place of the name (in MASTER_ADDR or the init_method)\n"
+                "`hostname -I` lists the addresses. Or correct /etc/hosts on this host. Ranks on this host do reach rank 0",
+                address.host,
+                server.host,
+                socket.gethostname(),
+            )
     return _client(address.host, address.port, secret, timeout_s)
 
 

@@ -29,7 +29,8 @@ class TCPStoreServer:
     of memory for the client.
 
     Args:
-        host: the one address to listen on, as a number or a name; not a wildcard such as ``0.0.0.0``.
+        host: the one address to listen on, as a number or a name; not a wildcard such as ``0.0.0.0``. On Debian, the machine's
+            own name often means 127.0.1.1 there, which other machines do not reach.
         port: the port. 0 takes a free port, whose number is then in the attribute `port`.
         secret: at least 16 bytes, known only to the processes of the job; `new_secret` makes one.
         max_message_bytes: the longest message that a client may send; a value must be a little shorter.
