@@ -312,6 +312,35 @@ def test_no_more_newcomers_than_the_limit_are_let_in_and_the_others_wait_on() ->
     assert in_threads(3, play) == [((0, 1), 1, (0, 1, 2)), (0, 1, 2), (0, 1, 2)]
 
 
+WRONG_LIMITS = [
+    *[
+        (call, {"silence_timeout_s": timeout}, "a timeout must be a positive number of seconds")
+        for call in ("shrink", "admit")
+        for timeout in ("5", float("nan"), -1, 0, [1])
+    ],
+    *[("admit", {"limit": limit}, "expected a limit of 0 or above, or None") for limit in (-1, 1.5, "1")],
+]
+
+
+@pytest.mark.parametrize(("call", "arguments", "found"), WRONG_LIMITS)
+def test_a_wrong_limit_is_refused_and_the_group_stays(call: str, arguments: dict[str, object], found: str) -> None:
+    (group,) = create_groups(1)
+    newcomers = [group.newcomer(), group.newcomer()]
+    for newcomer in newcomers:
+        group._reconnector.store.set(f"waiting/{newcomer.members[0]}", b"")
+    with pytest.raises(InvalidArgumentError, match=found):
+        getattr(group, call)(**arguments)
+    assert (group.newcomers(), met_and_summed(group)) == (2, ((0,), 0, 0.0))
+
+
+def test_a_limit_of_0_lets_nobody_in() -> None:
+    (group,) = create_groups(1)
+    newcomer = group.newcomer()
+    group._reconnector.store.set(f"waiting/{newcomer.members[0]}", b"")
+    admitted = group.admit(limit=0)
+    assert (admitted.members, admitted.newcomers()) == ((0,), 1)
+
+
 def test_admit_without_newcomers_gives_the_same_members() -> None:
     groups = create_groups(2)
     assert in_threads(2, lambda rank: met_and_summed(groups[rank].admit())) == [((0, 1), rank, 1.0) for rank in range(2)]

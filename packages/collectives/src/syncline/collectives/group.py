@@ -604,6 +604,7 @@ class ProcessGroup(ABC):
 
         Raises:
             BackendUnavailableError: this group cannot shrink; see `missing_for_shrink`.
+            InvalidArgumentError: `silence_timeout_s` is not a positive number. The group stays usable.
             RankGivenUpError: the other ranks have gone on without this rank. Let this process end.
             CollectiveTimeout: over MPI, a rank that still runs does not call `shrink`.
             StoreError: the store in which the ranks would meet is lost.
@@ -611,7 +612,7 @@ class ProcessGroup(ABC):
         lack = self.missing_for_shrink()
         if lack is not None:
             raise BackendUnavailableError(f"shrink on {self.place()}: {lack}")
-        return self._shrink(silence_timeout_s)
+        return self._shrink(seconds(silence_timeout_s))
 
     def meets_in(self, host: ProcessGroup) -> bool:  # noqa: ARG002 - for subclasses that do
         """Whether the ranks of this group found each other through the group `host`, as the ranks of an NCCL group may do.
@@ -671,13 +672,16 @@ class ProcessGroup(ABC):
         Args:
             silence_timeout_s: on a member, how long to wait for another member that may still run, in seconds; see `shrink`. On
                 a newcomer, how long to wait to be let in, in seconds.
-            limit: the largest number of newcomers to let in, in the order in which they came. None lets all newcomers in.
+            limit: the largest number of newcomers to let in, 0 or above, in the order in which they came. None lets all
+                newcomers in.
 
         Returns:
             The new group, with the name and the time limit of this group.
 
         Raises:
             BackendUnavailableError: this group cannot let processes in; see `missing_for_admit`.
+            InvalidArgumentError: `silence_timeout_s` is not a positive number, or `limit` is negative or not an integer. The
+                group stays usable.
             CollectiveTimeout: the members did not let this newcomer in.
             RankGivenUpError: the other ranks have gone on without this rank. Let this process end.
             RankLostError: all members that could have let this newcomer in are gone.
@@ -686,7 +690,9 @@ class ProcessGroup(ABC):
         lack = self.missing_for_admit()
         if lack is not None:
             raise BackendUnavailableError(f"admit on {self.place()}: {lack}")
-        return self._admit(silence_timeout_s, limit)
+        if limit is not None and not (checks.is_integer(limit) and limit >= 0):
+            self._refuse_if("admit", f"expected a limit of 0 or above, or None for all newcomers, found {limit!r}")
+        return self._admit(seconds(silence_timeout_s), limit)
 
     # ---- the end ----
 
