@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from syncline.collectives import (
@@ -7,6 +9,7 @@ from syncline.collectives import (
     ProcessGroup,
     destroy_process_group,
     exchange_objects,
+    gather_object,
     init_process_group,
 )
 from syncline.collectives.api.object_exchange import all_gather_bytes
@@ -31,6 +34,32 @@ def test_objects_are_copies() -> None:
         assert everyone[group.rank] is not mine
 
     run_ranks(2, body)
+
+
+class OnlyForRoot:
+    """Objects of this class can be unpickled only in the thread whose name `reader` has."""
+
+    reader = ""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return unpickled, ()
+
+
+def unpickled() -> str:
+    if threading.current_thread().name != OnlyForRoot.reader:
+        raise AssertionError("only the root needs the object")
+    return "unpickled"
+
+
+def test_only_the_root_unpickles_what_it_gathers() -> None:
+    def body(group: ProcessGroup) -> list[object] | None:
+        gathered: list[object] | None = None
+        if group.rank == 1:
+            OnlyForRoot.reader, gathered = threading.current_thread().name, [None] * 2
+        gather_object(OnlyForRoot(), gathered, group=group, group_dst=1)
+        return gathered
+
+    assert run_ranks(2, body) == [None, ["unpickled"] * 2]
 
 
 def test_the_default_group_is_the_default() -> None:

@@ -48,8 +48,8 @@ def gather_object(
 ) -> None:
     """Fill the `object_gather_list` of one rank, the root, with the objects of all ranks. Objects are sent as pickles.
 
-    Other ranks pass None as the list. Pass the root as `dst` (a rank of the default group) or as `group_dst` (a rank of the
-    group); without both, the root is rank 0 of the group.
+    Only the root unpickles the objects. Other ranks pass None as the list. Pass the root as `dst` (a rank of the default group)
+    or as `group_dst` (a rank of the group); without both, the root is rank 0 of the group.
     """
     chosen = resolve_group(group)
     root = rank_in(chosen, dst, group_dst, default=0)
@@ -58,9 +58,10 @@ def gather_object(
         raise InvalidArgumentError(f"gather_object on {chosen.place()}: expected {expected} as object_gather_list")
     if object_gather_list is not None:
         _check_list("gather_object", object_gather_list, chosen)
-    objects = object_exchange.exchange_objects(obj, group=chosen)
+    # Only the root unpickles the objects, because a class may exist only there.
+    pickles = object_exchange.all_gather_bytes(pickle.dumps(obj), group=chosen)
     if object_gather_list is not None:
-        object_gather_list[:] = objects
+        object_gather_list[:] = [pickle.loads(entry) for entry in pickles]
 
 
 def broadcast_object_list(
