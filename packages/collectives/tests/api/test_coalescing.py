@@ -174,3 +174,14 @@ def test_lazily_conjugated_and_negated_tensors_get_the_results(kind: str) -> Non
         assert torch.equal(torch.cat(other), lazy(kind, [6.0, 7.0]))
 
     run_ranks(2, body)
+
+
+def test_outputs_that_overlap_are_refused() -> None:
+    def body(group: ProcessGroup) -> list[float]:
+        memory = torch.zeros(5)
+        with pytest.raises(InvalidArgumentError, match=f"all_gather_coalesced on rank {group.rank} .*an output shares memory"):
+            all_gather_coalesced([[memory[:2]], [memory[1:3]]], [torch.ones(2)], group)
+        all_gather_coalesced([[memory[:2]], [memory[2:4]]], [torch.ones(2) + group.rank], group)  # the group still works
+        return memory.tolist()
+
+    assert run_ranks(2, body) == [[1.0, 1.0, 2.0, 2.0, 0.0]] * 2

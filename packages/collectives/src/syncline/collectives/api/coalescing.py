@@ -148,7 +148,8 @@ def all_gather_coalesced(
         async_op: if true, return a `Work` at once. If false, wait for the results and return None.
 
     Raises:
-        InvalidArgumentError: there is not one list for each rank, or a list differs from the input in number, shapes or dtypes.
+        InvalidArgumentError: there is not one list for each rank, a list differs from the input in number, shapes or dtypes, or
+            two outputs share memory.
     """
     chosen = resolve_group(group)
     inputs, are_fake = _checked("all_gather_coalesced", input_tensor_list, chosen, are_written=False)
@@ -163,6 +164,9 @@ def all_gather_coalesced(
     everything = [tensor for outputs in output_tensor_lists for tensor in outputs]
     if are_fake or any(fake for _, fake in rows_and_fakes):
         return FinishedWork(everything) if async_op else None
+    problem = checks.overlapping(everything)
+    if problem is not None:
+        raise InvalidArgumentError(f"all_gather_coalesced on {chosen.place()}: {problem}")
     futures: list[TensorsFuture] = []
     for members in _plan(inputs, DEFAULT_BUFFER_BYTES):
         buffer = _flatten([inputs[index] for index in members])
