@@ -12,7 +12,7 @@ from ..engine.call import tensor_in_words
 from ..errors import InvalidArgumentError
 from ..health.statements import Statements, different_calls
 from ..reduce_op import PremulSum, ReduceOp, Reduction, divide
-from ..work import FutureWork, TensorsFuture, Work, devices_of, fail_future, new_future
+from ..work import FinishedWork, FutureWork, TensorsFuture, Work, devices_of, fail_future, new_future
 from .layout import writing
 
 _SIGNATURE_BYTES = 512
@@ -24,6 +24,10 @@ class Gatherer(Protocol):
     @property
     def size(self) -> int:
         """The number of ranks."""
+
+    @property
+    def has_total_order(self) -> bool:
+        """See `ProcessGroup.has_total_order`."""
 
     def place(self) -> str:
         """This rank and the group in words, for errors."""
@@ -39,7 +43,7 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
         group: the process group; all its ranks call this function.
         tensor: sparse COO. Every rank passes the same shape, dtype and number of sparse dimensions, and any elements.
         op: SUM, AVG or a `premul_sum`.
-        async_op: if true, do not wait for the result.
+        async_op: if true, do not wait for the result. A group without a total order waits in any case.
 
     Raises:
         InvalidArgumentError: `op` is another reduction.
@@ -57,8 +61,7 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
     head = torch.tensor([mine.values().shape[0], crc32(signature.encode())], device=tensor.device)
     heads = [torch.empty_like(head) for _ in range(group.size)]
 
-    def gather_elements(done: TensorsFuture) -> None:
-        done.value()
+    def gather_elements() -> None:
         counts, digests = zip(*[entry.tolist() for entry in heads], strict=True)
         # Every rank sees the same digests, so either all ranks take this branch or none does.
         if len(set(digests)) > 1:
@@ -66,12 +69,20 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
         with writing(tensor):
             tensor.copy_(_total(group, mine, list(counts), op))
 
+    # The later all-gathers depend on the first one. In a callback of such a group, they could come before another collective of
+    # the program on one rank, and after it on another rank.
+    if not group.has_total_order:
+        group.all_gather(heads, head)
+        gather_elements()
+        return FinishedWork([tensor])
+
     future = new_future([tensor])
 
     def finish(done: TensorsFuture) -> None:
         # torch's `then` would keep only the text of an error.
         try:
-            gather_elements(done)
+            done.value()
+            gather_elements()
         except Exception as error:  # noqa: BLE001 - the future's waiters must get it
             fail_future(future, error, devices_of([tensor]))
         else:
@@ -87,7 +98,7 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
 def _total(group: Gatherer, mine: torch.Tensor, counts: list[int], op: Reduction) -> torch.Tensor:
     """Gather the elements of all ranks, and return their sum or mean.
 
-    Called in a callback of the first all-gather. See Note [One total order] in `engine.queue`.
+    In a group with a total order, called in a callback of the first all-gather. See Note [One total order] in `engine.queue`.
     """
     values = mine.values()
     if isinstance(op, PremulSum):
