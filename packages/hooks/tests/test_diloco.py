@@ -181,6 +181,24 @@ def test_every_rank_begins_with_the_first_ones_parameters() -> None:
         assert equal(found, values(small_model()))
 
 
+def test_weights_loaded_before_the_first_step_are_no_outer_gradient() -> None:
+    """Also if only the first rank loads them. The learning rate is 0, so no step changes them."""
+
+    def body(group: ProcessGroup) -> None:
+        model = torch.nn.Linear(2, 1, bias=False)
+        optimizer = DiLoCoOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(), group, sync_every=2, fragments=1
+        )
+        if group.rank == 0:
+            model.load_state_dict({"weight": torch.full((1, 2), 100.0)})
+        for _ in range(4):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        assert model.weight.tolist() == [[100.0, 100.0]]
+
+    run_ranks(2, body)
+
+
 def test_parameters_of_several_dtypes_are_averaged_in_float32_at_least() -> None:
     def body(group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
         half = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))

@@ -109,9 +109,8 @@ class DiLoCoOptimizer(WrappingOptimizer):
         self.overlap_steps = overlap_steps
         self.steps = 0
         # Broadcast first between sites, then inside each site. So all ranks get the values of the first site's first rank.
-        for ranks in (group,) if sites is None else (sites.between, sites.inside):
-            if ranks is not None:
-                broadcast_coalesced([parameter.detach() for parameter in parameters.values()], group=ranks)
+        self._broadcast_over = (group,) if sites is None else (sites.between, sites.inside)
+        self._broadcast(parameters.values())
         outer = _OuterSGD(outer_lr, outer_momentum, mixing)
         self._fragments = [_Fragment(part, outer, self._exchange) for part in _divided(parameters, fragments)]
 
@@ -135,8 +134,13 @@ class DiLoCoOptimizer(WrappingOptimizer):
         """Step the inner optimizer, and communicate if an outer step is due. Return what the inner optimizer's `step` returns.
 
         All ranks must take the same number of steps. After the inner step, this method takes the outer steps that are due, and
-        starts the averages that are due.
+        starts the averages that are due. The first step copies the first rank's parameters to all ranks once more, so you may
+        load weights between the construction and the first step. Do not load weights later.
         """
+        if self.steps == 0:
+            for fragment in self._fragments:
+                self._broadcast(fragment.parameters.values())
+                fragment.set_anchors()
         loss = self.optim.step(closure)
         self.steps += 1
         # Finish everything that is due before anything starts: a fragment must not start again before its outer step.
@@ -148,6 +152,12 @@ class DiLoCoOptimizer(WrappingOptimizer):
                 # Without overlap the outer step is due at once.
                 fragment.finish_if_due(self.steps)
         return loss
+
+    def _broadcast(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        values = [parameter.detach() for parameter in parameters]
+        for ranks in self._broadcast_over:
+            if ranks is not None:
+                broadcast_coalesced(values, group=ranks)
 
     def synchronize(self) -> None:
         """Make all replicas equal, for example at the end of training. A collective.
@@ -253,6 +263,11 @@ class _Fragment:
         self._pending: PendingAverage | None = None
         self._due = 0
         self._mixing = outer.mixing
+
+    def set_anchors(self) -> None:
+        """Take the present values of the parameters as anchors."""
+        for anchor, parameter in zip(self._anchors, self.parameters.values(), strict=True):
+            anchor.copy_(parameter.detach())
 
     def start(self, due: int, *, mixes: bool = True) -> None:
         values = [parameter.detach() for parameter in self.parameters.values()]
