@@ -251,6 +251,26 @@ def test_a_reducer_whose_backward_failed_steps_aside() -> None:
     run_ranks(1, body)
 
 
+def test_a_reducer_whose_hooks_callback_failed_steps_aside() -> None:
+    def hook(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        work = bucket.process_group().all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda done: 1 / 0)
+
+    def body(group: ProcessGroup) -> None:
+        parameters = named("a", "b")
+        old = Reducer(parameters, group)
+        old.set_hook(hook, None)
+        with pytest.raises(ZeroDivisionError) as held:
+            backward(old, parameters, group, (1.0, 2.0))
+        for _, parameter in parameters:
+            parameter.grad = None
+        backward(Reducer(parameters, group), parameters, group, (1.0, 2.0))
+        assert values(parameters) == [1.0, 2.0]
+        assert held.tb is not None  # the traceback holds the frames of the old reducer
+
+    run_ranks(1, body)
+
+
 class Counting:
     """A hook that averages, and counts its calls."""
 

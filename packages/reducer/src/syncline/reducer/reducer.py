@@ -76,8 +76,14 @@ class _BackwardEnd:
             call_at_backward_end(self.finish)
 
     def finish(self) -> None:
-        if not self._reducer.is_in_fork:
+        if self._reducer.is_in_fork:
+            return
+        try:
             self._reducer._finish()
+        # The error's traceback may keep this object alive. So tell other reducers here that this backward does not go on.
+        except BaseException:
+            self._reducer._backward_end = lambda: None
+            raise
 
 
 class Reducer(Inherited):
