@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from syncline.collectives import StoreError
+from syncline.collectives import InvalidArgumentError, StoreError
 from syncline.collectives.stores import (
     AsTorchStore,
     FileStore,
@@ -145,3 +145,14 @@ def test_store(make: Maker, check: StoreCheck, tmp_path: Path) -> None:
                 check(open_store)
         else:
             check(open_store)
+
+
+@pytest.mark.parametrize("text", ["1_0", " 5", "5 ", "+5", "--5", "-", "", "1.0", "0x1", "5\n"])
+@pytest.mark.parametrize("make", [in_memory, file, tcp])
+def test_only_digits_are_a_number(make: Maker, text: str, tmp_path: Path) -> None:
+    with make(tmp_path) as open_store:
+        store = open_store()
+        store.set("count", text)
+        with pytest.raises(InvalidArgumentError, match="expected a decimal number as value"):
+            store.add("count", 1)
+        assert store.get("count") == text.encode()

@@ -119,7 +119,7 @@ def unpack_int(field: bytes) -> int:
     try:
         # The text comes from outside, and `int` is slow for a long text.
         if len(field) <= 20:
-            return int(field)
+            return table.decimal(field)
     except ValueError:
         pass
     raise ProtocolError("not a number")

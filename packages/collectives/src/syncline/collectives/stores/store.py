@@ -35,6 +35,8 @@ class Store(ABC):
     **Atomicity:** each call of `set`, `add`, `compare_set` or `delete_key` is atomic. All handles see these calls in the same
     order, and see their effects after the call has returned. `check` and `wait` may look at their keys one after the other.
 
+    **Keys** are any text that UTF-8 can encode: not a text with lone surrogates.
+
     **Values:** a str is stored as UTF-8, and a number as decimal text, as in torch: if `add` has returned 3, `get` returns
     ``b"3"``.
 
@@ -85,7 +87,8 @@ class Store(ABC):
         """Add `amount` to the number stored under `key` (0 if there is none), and return the sum.
 
         Raises:
-            InvalidArgumentError: the value is not a number, or the sum does not fit into 64 bits.
+            InvalidArgumentError: the value is not a number (digits, perhaps with a minus before them), or the sum does not fit
+                into 64 bits.
         """
 
     @abstractmethod
@@ -134,23 +137,44 @@ def _limited(timeout: timedelta | float | None, default_s: float) -> float:
 
 
 def as_bytes(value: bytes | str) -> bytes:
-    """Return a value as the bytes that are stored. Raise an InvalidArgumentError for a value that is neither bytes nor str."""
+    """Return a value as the bytes that are stored.
+
+    Raises:
+        InvalidArgumentError: the value is neither bytes nor str, or is a str that UTF-8 cannot encode.
+    """
     if isinstance(value, str):
-        return value.encode()
+        return _as_utf8(value)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
     raise InvalidArgumentError(f"a value in a store is bytes or str, found {type(value).__name__}; encode it first")
 
 
 def as_key(key: str) -> str:
-    """Return a key. Raise an InvalidArgumentError if the key is not a str."""
+    """Return a key.
+
+    Raises:
+        InvalidArgumentError: the key is not a str, or UTF-8 cannot encode it.
+    """
     if not isinstance(key, str):
         raise InvalidArgumentError(f"a key in a store is a str, found {key!r}")
+    # Most stores keep the key as UTF-8. The others refuse the same keys, so that a program can change its store.
+    if not key.isascii():
+        _as_utf8(key)
     return key
 
 
+def _as_utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(
+            f"expected a key or value that UTF-8 can encode, found {text!r:.80}; replace its surrogates, or pass a value as "
+            "bytes (os.fsencode)"
+        ) from error
+
+
 def as_keys(keys: Sequence[str]) -> list[str]:
-    """Return a list of keys. Raise an InvalidArgumentError for a single str, and for an entry that is not a str."""
+    """Return a list of keys. Raise an InvalidArgumentError for a single str, and for an entry that `as_key` refuses."""
     # A single str would be taken for a list of letters.
     if isinstance(keys, (str, bytes)):
         raise InvalidArgumentError(f"expected a list of keys, found the single key {keys!r}; write [{keys!r}]")

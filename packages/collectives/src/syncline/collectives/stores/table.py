@@ -6,6 +6,7 @@ returns the new value (None to remove the key), and the answer for the caller.
 
 from __future__ import annotations
 
+import re
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -21,6 +22,7 @@ from .store import Store, as_bytes, as_key, as_keys, key_timeout
 Answer = TypeVar("Answer")
 Mutation: TypeAlias = Callable[[bytes | None], tuple[bytes | None, Answer]]
 
+_DECIMAL = re.compile(rb"-?[0-9]+")
 SMALLEST, LARGEST = -(2**63), 2**63 - 1
 
 
@@ -41,11 +43,23 @@ def adding(key: str, amount: int) -> Mutation[int]:
     return change
 
 
+def decimal(text: bytes) -> int:
+    """Return a number in decimal text: digits, perhaps with a minus before them.
+
+    Raises:
+        ValueError: `text` is something else, or too long.
+    """
+    # `int` alone would also take spaces, a plus, and underscores between digits.
+    if not _DECIMAL.fullmatch(text):
+        raise ValueError(f"not a decimal number: {text[:40]!r}")
+    return int(text)
+
+
 def _number(key: str, value: bytes | None) -> int:
     if value is None:
         return 0
     try:
-        return int(value)
+        return decimal(value)
     except ValueError:
         raise InvalidArgumentError(f"add({key!r}): expected a decimal number as value, found {value[:40]!r}") from None
 

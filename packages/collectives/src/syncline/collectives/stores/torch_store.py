@@ -144,9 +144,10 @@ class FromTorchStore(Store):
 
     @override
     def add(self, key: str, amount: int) -> int:
+        name = as_key(key)
         try:
             with self._explained():
-                return self._store.add(as_key(key), amount)
+                return self._store.add(name, amount)
         except ValueError as error:
             raise InvalidArgumentError(f"{self.describe()}: add({key!r}, {amount}): the value is not a number") from error
 

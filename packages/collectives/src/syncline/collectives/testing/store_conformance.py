@@ -279,12 +279,24 @@ def a_clone_has_a_limit_of_its_own(open_store: OpenStore) -> None:
 
 
 def wrong_arguments_are_refused(open_store: OpenStore) -> None:
-    """Check that wrong types are refused: one key in place of a list, an int as a value, and bytes as a key."""
+    """Check that these are refused: one key in place of a list, an int as a value, bytes as a key, and a lone surrogate."""
     store = open_store()
     _expect_error(InvalidArgumentError, lambda: store.check("abc"), "check('abc')")
     _expect_error(InvalidArgumentError, lambda: store.wait("abc", SHORT_S), "wait('abc')")
     _expect_error(InvalidArgumentError, lambda: store.set("key", 3), "set('key', 3)")  # type: ignore[arg-type]
     _expect_error(InvalidArgumentError, lambda: store.set(b"key", "1"), "set(b'key', ...)")  # type: ignore[arg-type]
+    lone = "\udc80"
+    for call in (
+        partial(store.set, lone, "1"),
+        partial(store.set, "key", lone),
+        partial(store.get, lone, SHORT_S),
+        partial(store.add, lone, 1),
+        partial(store.check, [lone]),
+        partial(store.wait, [lone], SHORT_S),
+        partial(store.compare_set, lone, "", "1"),
+        partial(store.delete_key, lone),
+    ):
+        _expect_error(InvalidArgumentError, call, f"{call} with a surrogate")
     _expect(store.check(["key"]), False, "nothing was stored by that")
 
 
