@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -146,11 +148,36 @@ def test_the_site_names_the_folder_and_the_variable_goes_before_it(tmp_path: Pat
     assert Reporter("today", 0, 1).write("a test") == tmp_path / "own" / "syncline-report-today"
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"groups": 3}', '{"groups": []}', "[]"])
+@pytest.mark.parametrize("text", ["", "{}", '{"groups": 3}', '{"groups": []}', "[]", "[" * 100_000])
 def test_other_files_are_refused_by_name(tmp_path: Path, text: str) -> None:
     (tmp_path / "rank-0.1.json").write_text(text)
     with pytest.raises(InvalidArgumentError, match=r"rank-0\.1\.json is no report of Syncline"):
         read_reports(tmp_path)
+
+
+WRONG_ENTRIES = [
+    *[("", name, "2") for name in ("rank", "size", "pid", "written_at")],
+    *[("", name, None) for name in ("host", "reason", "stacks", "size")],
+    ("group", "name", 3),
+    ("group", "ranks", ["0", "1"]),
+    ("group", "ranks", [[0], [1]]),
+    *[("call", name, []) for name in ("number", "position", "words", "digest", "state", "where")],
+]
+
+
+@pytest.mark.parametrize(("where", "name", "value"), WRONG_ENTRIES)
+def test_entries_of_another_type_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str, name: str, value: object
+) -> None:
+    path = reports_of(tmp_path, ["ab", "ab"]) / "rank-1.1.json"
+    content = json.loads(path.read_text())
+    group = content["groups"][0]
+    {"": content, "group": group, "call": group["calls"][0]}[where][name] = value
+    path.write_text(json.dumps(content))
+    assert main(["report", str(tmp_path)]) == 2
+    assert re.search(
+        rf"rank-1\.1\.json is no report of Syncline: TypeError: expected .* as {name}, found", capsys.readouterr().err
+    )
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,7 +135,12 @@ def test_of_a_job_that_died_the_whole_lines_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}\n", '{"kind": "step"}\n', "no JSON\n", header_line(a_header()).replace('"version": 2', '"version": 1')]
+    "text",
+    [
+        *["", "{}\n", '{"kind": "step"}\n', "no JSON\n", "3\n", "[" * 100_000 + "\n"],
+        header_line(a_header()).replace('"version": 2', '"version": 1'),
+        header_line(a_header()) + "3\n",
+    ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     part_path(tmp_path, 0).write_text(text)

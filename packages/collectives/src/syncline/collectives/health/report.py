@@ -16,14 +16,16 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 from ..engine.call import DONE, CallRecord
 from ..engine.cancel_scope import start_thread
 from ..engine.living_set import LivingSet
 from ..errors import InvalidArgumentError
+from ..tensors.checks import is_list_of_integers
 from .recorder import Recorder, find_divergence
 from .statements import ranks_in_words
 
@@ -55,15 +57,33 @@ class RankReport:
         """Read the text of a report file.
 
         Raises:
-            ValueError, KeyError, TypeError: the text is not a report.
+            ValueError, KeyError, TypeError, RecursionError: the text is not a report.
         """
         content = json.loads(text)
-        groups = tuple(
-            GroupRecord(group["name"], tuple(group["ranks"]), tuple(map(CallRecord.from_dict, group["calls"])))
-            for group in content["groups"]
-        )
-        names = ("rank", "size", "host", "pid", "written_at", "reason", "stacks")
-        return cls(groups=groups, **{name: content[name] for name in names})
+        return cls(groups=tuple(map(_group, content["groups"])), **_checked(cls, content))
+
+
+def _group(content: Any) -> GroupRecord:
+    ranks = tuple(content["ranks"])
+    if not is_list_of_integers(ranks):
+        raise TypeError(f"expected integers as ranks, found {ranks!r:.80}")
+    calls = tuple(CallRecord.from_dict(_checked(CallRecord, call)) for call in content["calls"])
+    return GroupRecord(ranks=ranks, calls=calls, **_checked(GroupRecord, content))
+
+
+@cache
+def _kinds(record: type) -> dict[str, Any]:
+    """The types of a dataclass's fields, without the tuples. JSON may write a float as an integer."""
+    hints = {name: hint for name, hint in get_type_hints(record).items() if get_origin(hint) is not tuple}
+    return {name: int | float if hint is float else hint for name, hint in hints.items()}
+
+
+def _checked(record: type, content: Any) -> dict[str, Any]:
+    """Return the entries of `content` for the fields of a dataclass, without the tuples. The entries have the fields' types."""
+    for name, kind in _kinds(record).items():
+        if not isinstance(content[name], kind):
+            raise TypeError(f"expected {getattr(kind, '__name__', kind)} as {name}, found {content[name]!r:.80}")
+    return {name: content[name] for name in _kinds(record)}
 
 
 def read_reports(folder: Path) -> list[RankReport]:
@@ -76,7 +96,7 @@ def read_reports(folder: Path) -> list[RankReport]:
     for path in sorted(folder.glob("rank-*.json")):
         try:
             report = RankReport.parse(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidArgumentError(f"{path} is no report of Syncline: {type(error).__name__}: {error}") from error
         # A rank may have written several reports, one for each failing group or signal.
         if report.rank not in latest or latest[report.rank].written_at < report.written_at:

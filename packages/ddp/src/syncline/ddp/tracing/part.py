@@ -116,7 +116,7 @@ def read_part(path: Path) -> Part:
     """
     try:
         return parse_part(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidArgumentError(f"{path} is no trace of a rank: {type(error).__name__}: {error}") from error
 
 
@@ -124,7 +124,8 @@ def parse_part(text: str) -> Part:
     """Read the part in the text of a file.
 
     Raises:
-        ValueError, KeyError, TypeError: the text is not a part, or is a part of another version.
+        ValueError, KeyError, TypeError, AttributeError, RecursionError: the text is not a part, or is a part of another
+            version.
     """
     # Each complete line ends in a newline, so `rest` is empty or a line that was cut off.
     *whole, rest = text.split("\n")
