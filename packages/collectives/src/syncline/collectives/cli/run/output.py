@@ -42,9 +42,15 @@ def tag_lines(rank: int) -> None:
 
 
 def _filter(tag: bytes, sources: dict[int, int]) -> None:
-    """Copy lines from each source to its target (file descriptors), with the tag before each line, until all sources end."""
+    """Copy lines from each source to its target (file descriptors), with the tag before each line, until all sources end.
+
+    A carriage return ends a line, too, because a progress bar may print no newline for hours. If the next byte is a newline,
+    this newline ends the line.
+    """
+    import re
     import selectors
 
+    ends = re.compile(rb"(\n|\r(?=[^\n]))")
     begun = dict.fromkeys(sources, b"")
     with selectors.DefaultSelector() as selector:
         for source in sources:
@@ -52,12 +58,15 @@ def _filter(tag: bytes, sources: dict[int, int]) -> None:
         while selector.get_map():
             for key, _ in selector.select():
                 found = os.read(key.fd, 1 << 16)
-                *lines, begun[key.fd] = (begun[key.fd] + found).split(b"\n")
+                *pieces, begun[key.fd] = ends.split(begun[key.fd] + found)
+                lines = list(zip(pieces[::2], pieces[1::2], strict=True))
                 if not found:
                     selector.unregister(key.fd)
-                    lines = [begun[key.fd]] if begun[key.fd] else []
+                    lines = [(begun[key.fd], b"\n")] if begun[key.fd] else []
+                # A progress bar begins with a carriage return. The empty text before it needs no tag.
+                tagged = [tag + line + end for line, end in lines if line or end == b"\n"]
                 try:
-                    _write_all(sources[key.fd], b"".join(tag + line + b"\n" for line in lines))
+                    _write_all(sources[key.fd], b"".join(tagged))
                 except OSError:
                     # The target's reader has ended, or the disk is full. Close the source, so that the rank gets an error at
                     # its next write.
