@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ WRONG = {
     "group peer": (lambda group: P2POp(irecv, torch.zeros(2), None, group, 0, 7), r"expected another rank in 0\.\.1, found 7"),
     "no receiver": (lambda group: P2POp(isend, torch.zeros(2), None, group), "expected a rank, found none"),
     "tag": (lambda group: P2POp(isend, torch.zeros(2), 1 - group.rank, group, -1), "expected a tag of 0 or above, found -1"),
-    "tensor": (lambda group: P2POp(isend, 5, 1 - group.rank, group), "expected a torch.Tensor, found int"),
+    "tensor": (lambda group: P2POp(isend, None, 1 - group.rank, group), "expected a torch.Tensor, found NoneType"),  # type: ignore[arg-type]
     "output": (
         lambda group: P2POp(irecv, torch.zeros(1).expand(2), 1 - group.rank, group),
         "the tensor would be written, but several of its elements share one place",
@@ -24,7 +26,7 @@ WRONG = {
 
 @pytest.mark.parametrize("per_device", [False, True], ids=["one group", "group per device"])
 @pytest.mark.parametrize(("wrong", "found"), WRONG.values(), ids=WRONG)
-def test_a_refused_batch_begins_no_transfer(wrong, found: str, per_device: bool) -> None:
+def test_a_refused_batch_begins_no_transfer(wrong: Callable[[ProcessGroup], P2POp], found: str, per_device: bool) -> None:
     def body(group: ProcessGroup) -> None:
         used, peer = PerDeviceGroup({"cpu": group}) if per_device else group, 1 - group.rank
         refused, received = torch.zeros(2), torch.zeros(2)
