@@ -151,7 +151,8 @@ def test_every_way_to_connect(submit, request: pytest.FixtureRequest, script: st
     variables = request.getfixturevalue("open_mpi") if "Open MPI" in said else {}
     job = submit(script, STEPS="5", **variables)
     assert job.wait() == "COMPLETED", job.output
-    assert job.output.startswith(said), job.output
+    # All nodes of this cluster are at 127.0.0.1. For ranks that meet at a node's name, rank 0 warns of this first.
+    assert f"\n{said}" in f"\n{job.output}", job.output
     assert job.output.endswith("finished after step 5\n"), job.output
     assert not list(job.folder.glob("secret-*")), "the secret outlived its job"
 

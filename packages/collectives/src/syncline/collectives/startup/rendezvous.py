@@ -107,7 +107,9 @@ def _shared_store(request: ConnectRequest, rank: int, size: int) -> tuple[dist.S
 
 
 def _at_url(url: str, rank: int, size: int, request: ConnectRequest) -> tuple[dist.Store, str | None]:
-    return store_at(url, rank, size, request.timeout_s), None if size == 1 else loopback_host(url)
+    is_one_host = size == 1 or (request.launch is not None and request.launch.local_world_size == size)
+    store = store_at(url, rank, size, request.timeout_s, is_one_host=is_one_host)
+    return store, None if size == 1 else loopback_host(url)
 
 
 def _place(request: ConnectRequest) -> tuple[int, int]:
@@ -144,8 +146,18 @@ def _over_mpi(request: ConnectRequest) -> tuple[dist.Store, str]:
         mpi.close()
 
 
-def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: Mapping[str, str] = os.environ) -> dist.Store:
+def store_at(
+    init_method: str,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    is_one_host: bool = False,
+) -> dist.Store:
     """Return the store for a URL. All ranks that call this function with the same URL share the store.
+
+    `is_one_host` says whether all ranks are known to be on this host. Only a warning depends on it.
 
     ``file:///folder``
         Ranks meet in a folder that all of them can reach. The folder may contain files of earlier runs.
@@ -168,14 +180,14 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
         logger.debug("rank %d of %d: rendezvous in the folder of %s", rank, size, init_method)
         return _left_at_exit(file_rendezvous(parse_folder(init_method), rank, size, timeout=timeout_s))
     if scheme == "tcp":
-        return _over_tcp(parse_address(init_method), rank, size, timeout_s, environ)
+        return _over_tcp(parse_address(init_method), rank, timeout_s, environ, is_one_host=is_one_host)
     # Use torch's rendezvous only here: TCPStore listens on all addresses and asks for no credential, and FileStore reads data
     # of an earlier run. But torchrun's agent has already opened a TCPStore.
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         logger.debug("rank %d of %d: rendezvous in the store of torchrun's agent", rank, size)
         store: dist.Store = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))[0]
         return store
-    return _over_tcp(address_by_environment(init_method, environ), rank, size, timeout_s, environ)
+    return _over_tcp(address_by_environment(init_method, environ), rank, timeout_s, environ, is_one_host=is_one_host)
 
 
 def store_of_running_job(init_method: str, timeout_s: float) -> dist.Store:
@@ -244,17 +256,17 @@ def _read_secret(path: Path) -> str:
     return text
 
 
-def _over_tcp(address: Address, rank: int, size: int, timeout_s: float, environ: Mapping[str, str]) -> dist.Store:
+def _over_tcp(address: Address, rank: int, timeout_s: float, environ: Mapping[str, str], *, is_one_host: bool) -> dist.Store:
     secret = find_secret(address.secret_file, environ, address.host)
     logger.debug("rank %d: rendezvous in the TCP store at %s:%d", rank, address.host, address.port)
     # Rank 0 is the server, and a client like all others.
     if rank == 0:
         server = _serve(address.host, address.port, secret)
-        # Debian gives a host's own name the address 127.0.1.1. Rank 0 does not know yet whether all ranks are on its host.
-        if size > 1 and is_loopback(server.host) and not is_loopback(address.host):
+        # Debian gives a host's own name the address 127.0.1.1. That is no fault if all ranks are on this host.
+        if not is_one_host and is_loopback(server.host) and not is_loopback(address.host):
             logger.warning(
                 "rank 0: the name %r leads to %s on host %s, so ranks on other hosts cannot reach rank 0. If there are any, "
-                "give all ranks an IP address of this host in place of the name (in MASTER_ADDR or the init_method)\n"
+                "give all ranks an IP address of this host (in MASTER_ADDR or the init_method)\n"
                 "`hostname -I` lists the addresses. Or correct /etc/hosts on this host. Ranks on this host do reach rank 0",
                 address.host,
                 server.host,
