@@ -110,9 +110,9 @@ class DiLoCoOptimizer(WrappingOptimizer):
         self.steps = 0
         # Broadcast first between sites, then inside each site. So all ranks get the values of the first site's first rank.
         self._broadcast_over = (group,) if sites is None else (sites.between, sites.inside)
-        self._broadcast(parameters.values())
         outer = _OuterSGD(outer_lr, outer_momentum, mixing)
         self._fragments = [_Fragment(part, outer, self._exchange) for part in _divided(parameters, fragments)]
+        self._begin()
 
     @property
     def fragments(self) -> list[list[str]]:
@@ -138,9 +138,7 @@ class DiLoCoOptimizer(WrappingOptimizer):
         load weights between the construction and the first step. Do not load weights later.
         """
         if self.steps == 0:
-            for fragment in self._fragments:
-                self._broadcast(fragment.parameters.values())
-                fragment.set_anchors()
+            self._begin()
         loss = self.optim.step(closure)
         self.steps += 1
         # Finish everything that is due before anything starts: a fragment must not start again before its outer step.
@@ -153,11 +151,14 @@ class DiLoCoOptimizer(WrappingOptimizer):
                 fragment.finish_if_due(self.steps)
         return loss
 
-    def _broadcast(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        values = [parameter.detach() for parameter in parameters]
+    def _begin(self) -> None:
+        """Copy the first rank's parameters to all ranks, and take them as anchors."""
+        values = [parameter.detach() for fragment in self._fragments for parameter in fragment.parameters.values()]
         for ranks in self._broadcast_over:
             if ranks is not None:
                 broadcast_coalesced(values, group=ranks)
+        for fragment in self._fragments:
+            fragment.set_anchors()
 
     def synchronize(self) -> None:
         """Make all replicas equal, for example at the end of training. A collective.
