@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
+from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.hooks import CompressionState, Int4, Int8, OneBit, PowerSGDState, RandomK, TopK, compression_hook, merge_states
 from syncline.hooks.testing import FakeBucket
@@ -155,6 +155,22 @@ def test_random_k_chooses_anew_and_on_all_ranks_alike() -> None:
     assert first.count_nonzero() == second.count_nonzero() == 10
     assert not torch.equal(first, second)
     assert torch.equal(first[first != 0], numbers[first != 0])
+
+
+def test_seeds_that_differ_between_ranks_are_refused() -> None:
+    """Only rank 0 has loaded a saved state. Otherwise each rank would put the sent numbers at other positions."""
+
+    def body(group: ProcessGroup) -> None:
+        known = parameters()
+        state = CompressionState(RandomK(0.1), named_parameters=known.items())
+        if group.rank == 0:
+            earlier = CompressionState(RandomK(0.1), named_parameters=known.items())
+            earlier.seeds.next()
+            state.load_state_dict(earlier.state_dict())
+        with pytest.raises(DisagreementError, match="random seed"):
+            reduce(state, group, gradients(group.rank, 0), known)
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize(

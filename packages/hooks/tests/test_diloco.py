@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, exchange_objects
+from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup, exchange_objects
 from syncline.collectives.testing import run_ranks
 from syncline.hooks import DiLoCoOptimizer, Int4, Int8, OneBit, RandomK, Sites, TopK, merge_states
 
@@ -167,6 +167,18 @@ def test_replicas_are_bitwise_equal_after_each_outer_step_and_only_then(compress
         return are_equal
 
     assert run_ranks(3, body) == [[False, False, False, True] * 3] * 3
+
+
+def test_seeds_that_differ_between_ranks_are_refused() -> None:
+    def body(group: ProcessGroup) -> None:
+        model = small_model()
+        optimizer = DiLoCoOptimizer(
+            inner(model), model.named_parameters(), group, sync_every=2, compressor=RandomK(0.5), seed=group.rank
+        )
+        with pytest.raises(DisagreementError, match="random seed"):
+            train(model, optimizer, group.rank, range(3))
+
+    run_ranks(2, body)
 
 
 def test_every_rank_begins_with_the_first_ones_parameters() -> None:

@@ -159,3 +159,24 @@ def test_a_mark_is_for_the_first_call_and_none_that_a_callback_issues() -> None:
         group.barrier()
 
     run_ranks(2, body)
+
+
+def test_inside_another_mark_the_first_call_gets_both() -> None:
+    def body(group: ProcessGroup) -> None:
+        with group.marked("outer"):
+            with group.marked("not used"):
+                pass
+            with group.marked("inner"):
+                group.all_reduce(torch.ones(1))
+            group.all_reduce(torch.ones(2))
+        with group.marked("again"), group.marked(f"of rank {group.rank}"), pytest.raises(DisagreementError) as caught:
+            group.all_reduce(torch.ones(3))
+        assert re.search(rf"again, of rank {group.rank}\b", str(caught.value)), caught.value
+        assert [record.words.partition("op=SUM")[2] for record in group.recorder.records()] == [
+            ", outer, inner)",
+            ")",
+            f", again, of rank {group.rank})",
+        ]
+        assert not group._marks
+
+    run_ranks(2, body)

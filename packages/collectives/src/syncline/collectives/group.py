@@ -512,14 +512,21 @@ class ProcessGroup(ABC):
         A mark says to which part of the program a call belongs. Errors show the marks. When the ranks compare calls, they also
         compare the marks, so pass the same mark on every rank. Calls from callbacks get no mark.
 
+        Inside another such context, the first call gets both marks.
+
         Args:
             mark: a few words without a comma, such as "backward 1 since forward 12".
         """
-        self._marks[get_ident()] = mark
+        me = get_ident()
+        outer = self._marks.get(me)
+        self._marks[me] = mark if outer is None else f"{outer}, {mark}"
         try:
             yield
         finally:
-            self._marks.pop(get_ident(), None)
+            was_used = self._marks.pop(me, None) is None
+            # No call has used the marks, so the outer one is for the next call.
+            if outer is not None and not was_used:
+                self._marks[me] = outer
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:  # noqa: ARG002
         """Return the algorithm that this rank has used for a collective on tensors of this dtype and shape.

@@ -15,7 +15,7 @@ from .error_feedback import ErrorFeedback
 from .low_precision import math_dtype
 from .parameter_names import ParameterNames
 from .saved_state import FORMAT, Origin, check_kind, check_parameters
-from .seeds import SharedSeeds, check_seed
+from .seeds import SharedSeeds, check_seed, seed_mark
 from .stages import finished
 from .statistics import HookStatistics
 
@@ -153,7 +153,8 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     with torch.no_grad(), state.statistics.stage("compress"):
         message, gradients = _compressed(state, bucket, seed)
     state.statistics.sends(buffer.nbytes, message.nbytes)
-    work, messages = state.compressor.exchange(group, message)
+    with group.marked(seed_mark(seed)):
+        work, messages = state.compressor.exchange(group, message)
 
     def decompress(done: torch.futures.Future[Any]) -> torch.Tensor:
         done.value()

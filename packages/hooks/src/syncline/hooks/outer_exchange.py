@@ -13,7 +13,7 @@ from .compressor import Compressor
 from .error_feedback import ErrorFeedback
 from .low_precision import math_dtype
 from .saved_state import Origin
-from .seeds import SharedSeeds
+from .seeds import SharedSeeds, seed_mark
 from .sites import Sites
 from .statistics import HookStatistics
 
@@ -125,7 +125,8 @@ class OuterExchange:
             errors = [torch.nan_to_num_(whole - part, 0.0, 0.0, 0.0) for whole, part in zip(differences, sent, strict=True)]
             self.error_feedback.remember(names, errors)
         self.statistics.sends(sum(parameter.nbytes for parameter in parameters), message.nbytes)
-        work, messages = compressor.exchange(group, message)
+        with group.marked(seed_mark(seed)):
+            work, messages = compressor.exchange(group, message)
         return _CompressedAverage(work, messages, compressor, copies, seed)
 
 
