@@ -240,6 +240,31 @@ def test_a_channels_last_parameter_keeps_its_strides(as_view: bool) -> None:
         assert torch.equal(found[1], average(2, 1, found[1]))
 
 
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("changes_before", [0, 1, 2], ids=["at once", "before the rebuild", "after the rebuild"])
+def test_strides_that_change_on_one_rank_mix_no_gradients(as_view: bool, changes_before: int) -> None:
+    """Equal elements must stay at equal places of the buffer on all ranks, although nobody reports the change."""
+
+    def body(group: ProcessGroup) -> list[list[torch.Tensor]]:
+        first = torch.nn.Parameter(torch.ones(2, 3, 4, 5, dtype=torch.float64))
+        parameters = [("conv", first), *make_parameters((3,))]
+        reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view)
+        found = []
+        for iteration in range(4):
+            if iteration == changes_before and group.rank == 1:
+                first.data = first.data.to(memory_format=torch.channels_last)
+            for _, parameter in parameters:
+                parameter.grad = None
+            backward(reducer, lambda: linear_loss(parameters, group.rank))
+            found.append([gradient.clone() for gradient in gradients(parameters)])
+        return found
+
+    for iterations in run_ranks(2, body):
+        for found in iterations:
+            assert torch.equal(found[0], average(2, 0, found[0]))
+            assert torch.equal(found[1], average(2, 1, found[1]))
+
+
 # ---- accumulation ----
 
 

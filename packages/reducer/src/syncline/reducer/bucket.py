@@ -6,7 +6,7 @@ import operator
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import repeat
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -24,6 +24,36 @@ _grad_of = operator.attrgetter("grad")
 _address_of = torch.Tensor.data_ptr
 
 
+class Layout(NamedTuple):
+    """The shape and the strides of a parameter."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> Layout:
+        """Return the present layout of a parameter."""
+        return cls(parameter.shape, parameter.stride())
+
+    def view(self, piece: torch.Tensor) -> torch.Tensor:
+        """View a flat tensor in this layout, or as a contiguous tensor if the layout has gaps or overlaps."""
+        if self._is_dense():
+            return torch.as_strided(piece, self.shape, self.strides, piece.storage_offset())
+        return piece.view(self.shape)
+
+    def _is_dense(self) -> bool:
+        """Whether the elements fill their memory without gaps and overlaps, in any order of dimensions."""
+        expected = 1
+        for stride, length in sorted(zip(self.strides, self.shape, strict=True)):
+            # The stride of a dimension of length 1 means nothing.
+            if length == 1:
+                continue
+            if stride != expected:
+                return False
+            expected *= length
+        return True
+
+
 class Bucket:
     """Flat memory for the gradients of some parameters. All these parameters have the same dtype and the same device.
 
@@ -32,7 +62,8 @@ class Bucket:
         buffer   | view of fc.weight | view of fc.bias | view of conv.weight |     numel = the sum of the views' numels
 
     A view has the shape of its parameter, and its strides if the parameter's elements fill their memory without gaps (also
-    channels-last).
+    channels-last). `layouts` are the parameters' layouts that all ranks have compared. A view does not follow a later change of
+    its parameter, because only some ranks may have this change, and equal elements must be at equal places of the buffer.
 
     Attributes:
         indices: the parameters' indices in the reducer.
@@ -49,18 +80,20 @@ class Bucket:
         names: Sequence[str],
         group: ProcessGroup,
         *,
+        layouts: Sequence[Layout],
         as_view: bool = False,
     ) -> None:
         self.indices = list(indices)
         self.parameters = list(parameters)
         self.names = list(names)
+        self._layouts = list(layouts)
         self._place = group.place()
         self._world_size = group.size
         self._as_view = as_view
         self._has_graph = False  # whether some gradients of this backward are part of a graph: `create_graph=True`
         self._kept: dict[int, torch.Tensor] = {}
         first = self.parameters[0]
-        numel = sum(parameter.numel() for parameter in self.parameters)
+        numel = sum(layout.shape.numel() for layout in self._layouts)
         self.buffer = group.allocate(numel, first.dtype, first.device)
         self.views = self.views_into(self.buffer)
         self._own_memory = self.buffer, self.views
@@ -73,10 +106,10 @@ class Bucket:
     def views_into(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return one view of a flat buffer for each parameter, as in `views`."""
         views, start = [], 0
-        for parameter in self.parameters:
-            piece = buffer[start : start + parameter.numel()]
-            views.append(_view_like(piece, parameter))
-            start += parameter.numel()
+        for layout in self._layouts:
+            end = start + layout.shape.numel()
+            views.append(layout.view(buffer[start:end]))
+            start = end
         return views
 
     @property
@@ -334,22 +367,3 @@ def _new_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     # This rank did not use the parameter, or other code has dropped its gradient.
     parameter.grad = torch.empty_like(parameter)
     return parameter.grad
-
-
-def _view_like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    if _is_dense(parameter):
-        return torch.as_strided(piece, parameter.shape, parameter.stride(), piece.storage_offset())
-    return piece.view(parameter.shape)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without gaps and overlaps, in any order of dimensions."""
-    expected = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        # The stride of a dimension of length 1 means nothing.
-        if length == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= length
-    return True

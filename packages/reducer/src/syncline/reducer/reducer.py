@@ -21,6 +21,7 @@ from syncline.collectives.internal import Inherited, message_device, not_the_ran
 from . import error_messages
 from .arrival_order import ArrivalOrder
 from .backward_reduction import BackwardReduction
+from .bucket import Layout
 from .bucket_building import BucketBuilder, gradients_as_views
 from .bucket_reduction import BucketReduction, CommunicationHook
 from .delayed_usage import DelayedUsage
@@ -197,6 +198,7 @@ class Reducer(Inherited):
         self._builder = BucketBuilder(
             named.names,
             named.parameters,
+            list(map(Layout.of, named.parameters)),
             self._group,
             caps_bytes=caps_bytes,
             sparse=named.sparse,
