@@ -1,8 +1,9 @@
 """Checks that private names of torch stand in `torch_internals.py` alone: python3 tools/check_torch_internals.py.
 
-A private name begins with one underscore, such as `torch._C` or `dist.Backend._plugins`. Three uses may stand elsewhere: the
-namespaces of operators (`torch.ops._c10d_functional`), imports for types alone, and the conformance suite, which makes objects
-that users may pass. Exits 1, with one line per violation, if there is any.
+A private name begins with one underscore, such as `torch._C` or `dist.Backend._plugins`. Four uses may stand elsewhere: the
+namespaces of operators (`torch.ops._c10d_functional`), imports for types alone, `refusals.py` of the conformance suite, which
+makes objects that users may pass, and `cli/run/answers.py`, which changes torch for a script. Not found are private names of
+objects that functions get or return. Exits 1, with one line per violation, if there is any.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-_FREE = ("torch_internals.py", "refusals.py")
+_FREE = ("torch_internals.py", "testing/conformance/refusals.py", "cli/run/answers.py")
 
 
 def main() -> int:
     """Print the violations; returns the exit status."""
-    paths = [path for path in sorted(ROOT.glob("packages/*/src/**/*.py")) if path.name not in _FREE]
+    paths = [path for path in sorted(ROOT.glob("packages/*/src/**/*.py")) if not path.as_posix().endswith(_FREE)]
     found = [f"{path}:{line}: {name} is private to torch" for path in paths for line, name in violations(path.read_text())]
     print("\n".join(found) or "private names of torch stand in torch_internals.py alone")
     return 1 if found else 0
@@ -53,10 +54,20 @@ def _is_for_types(node: ast.AST) -> bool:
 def _names_of_torch(tree: ast.AST) -> Iterator[str]:
     """The names of modules and classes of torch in this file, such as `dist` after `import torch.distributed as dist`."""
     for node in ast.walk(tree):
+        # For example `rendezvous = import_module("torch.distributed.rendezvous")`.
+        if isinstance(node, ast.Assign) and _is_import_of_torch(node.value):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
         if isinstance(node, ast.Import):
             yield from (alias.asname for alias in node.names if alias.asname and alias.name.split(".")[0] == "torch")
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "torch":
             yield from (alias.asname or alias.name for alias in node.names)
+
+
+def _is_import_of_torch(node: ast.expr) -> bool:
+    if not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args):
+        return False
+    name = node.args[0]
+    return isinstance(name, ast.Constant) and str(name.value).split(".")[0] == "torch"
 
 
 def _chain(node: ast.Attribute) -> tuple[str, list[str]]:

@@ -15,6 +15,7 @@ from check_torch_internals import violations
         ("from torch.autograd import Variable\nVariable._execution_engine", "Variable._execution_engine"),
         ("from torch.nn.modules.batchnorm import _BatchNorm", "torch.nn.modules.batchnorm._BatchNorm"),
         ("import torch._dynamo", "torch._dynamo"),
+        ("r = import_module('torch.distributed.rendezvous')\nr._rendezvous_handlers", "r._rendezvous_handlers"),
     ],
 )
 def test_a_private_name_is_found(source: str, name: str) -> None:

@@ -11,6 +11,7 @@ private to torch                    without it
 ``_resolve_process_group``          a collective is an error under these tools, and with torch.compile
 ``dist.Backend._plugins``           registering our backends is an error
 ``_world.pg_map``                   ``init_as_mpi`` is an error
+``_rendezvous_handlers``            registering our backends is an error
 ``_shutdown_backend``               nothing changes: torch itself asks each group to end (torch 2.7 and newer)
 ``ProcessGroupGloo._Options``       the backend ``gloo`` is an error
 ``PythonCallbackWork``              the gathers that torch.compile makes for FSDP cannot run over our groups
@@ -36,6 +37,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
+from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -90,6 +92,14 @@ def register_work(result: torch.Tensor, wait: Callable[[timedelta], bool]) -> No
 def set_group_store(group: object, name: str, store: object) -> None:
     """Tell torch which backend and which store belong to a group."""
     _distributed()._world.pg_map[group] = (name, store)
+
+
+def rendezvous_handler(scheme: str) -> Callable[..., Any] | None:
+    """Return the function by which torch lets ranks meet at URLs of this scheme, or None if there is none."""
+    # Not by attribute: `torch.distributed.rendezvous` is a function.
+    module: Any = import_module("torch.distributed.rendezvous")
+    handler: Callable[..., Any] | None = module._rendezvous_handlers.get(scheme)
+    return handler
 
 
 def end_groups_by(shut_down: Callable[[Any], bool]) -> None:

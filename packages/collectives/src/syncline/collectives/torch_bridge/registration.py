@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from ..api.monitored_barrier import monitored_barrier as ours
 from ..errors import BackendUnavailableError, MisuseError
-from ..torch_internals import end_groups_by, registered_creator
+from ..torch_internals import end_groups_by, registered_creator, rendezvous_handler
 from .group_factory import create
 from .rendezvous import rendezvous
 from .torch_group import as_process_group
@@ -104,12 +103,11 @@ def _close_when_torch_destroys() -> None:
 
 
 def _register_scheme() -> None:
-    torchs = import_module("torch.distributed.rendezvous")  # not by attribute: torch.distributed.rendezvous is a function
-    handlers: dict[str, Any] = torchs._rendezvous_handlers
-    if SCHEME in handlers:
-        _check_ours(handlers[SCHEME], f"rendezvous scheme '{SCHEME}://'")
+    registered = rendezvous_handler(SCHEME)
+    if registered is not None:
+        _check_ours(registered, f"rendezvous scheme '{SCHEME}://'")
         return
-    torchs.register_rendezvous_handler(SCHEME, rendezvous)
+    dist.register_rendezvous_handler(SCHEME, rendezvous)
 
 
 def _check_ours(handler: Callable[..., Any], what: str) -> None:
