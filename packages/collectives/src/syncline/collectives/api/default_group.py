@@ -58,7 +58,7 @@ class NonMember:
         self._rank = rank
 
     def error_message(self) -> str:
-        """Return the message of the error that a rank gets if it uses this object as a group."""
+        """Return the message of the `MisuseError` that a rank gets when the rank uses this object as a group."""
         return (
             f"rank {self._rank} is not in group '{self.name}', which has ranks {list(self.ranks)}; call its collectives only "
             "on those ranks (get_rank(group) is -1 elsewhere)"
@@ -96,16 +96,16 @@ def init_process_group(
 
     Under mpirun, mpiexec or srun the function needs no argument, no exported variable and no port.
 
-    A process with SYNCLINE_JOIN=1 in its environment joins a running job over Gloo. Pass the job's `init_method` ("file://") or
-    store; `rank`, `world_size` and the launcher's values are ignored. The process is alone in its group until it and the
-    members of the job call `admit`.
+    A process with SYNCLINE_JOIN=1 in its environment joins a running job over Gloo. In this process, pass the `init_method`
+    ("file://") or the store of the job. `rank`, `world_size` and the launcher's values are ignored. The returned group has only
+    this rank. To enter the job, the process calls `admit` of this group, and the members of the job call `admit` of theirs.
 
     Args:
-        backend: a name from `backend_names()`, or one for each type of device, such as "cpu:mpi,cuda:nccl". None takes the
+        backend: a name from `backend_names()`, or a name for each type of device, such as "cpu:mpi,cuda:nccl". None takes the
             name in the environment variable `SYNCLINE_BACKEND`, or otherwise the name in the site file. If there is no name,
-            the choice is automatic: MPI under an MPI launcher (Gloo if MPI cannot be used); Gloo under another launcher, or
-            with `init_method`, `store` or `world_size`; otherwise a group of one rank. If there are GPUs and CuPy, an
-            automatic choice also takes NCCL, for tensors on GPUs.
+            Syncline chooses: MPI under an MPI launcher (Gloo if MPI cannot be used); Gloo under another launcher, or with
+            `init_method`, `store` or `world_size`; otherwise a group of one rank. If NCCL can be used (GPUs and CuPy are
+            there), Syncline also chooses NCCL, for tensors on GPUs.
         init_method: how the ranks find each other over Gloo: "file:///shared/folder", "tcp://host:port?secret_file=PATH" or
             "env://"; see `rendezvous.store_at`. "mpi://" is the same as backend "mpi".
         timeout: the time limit of each collective, in seconds or as a timedelta. None takes the environment variable
@@ -119,16 +119,20 @@ def init_process_group(
         reproducible: if true, reductions give the same bits in every run; the backend's documentation states the cost. None
             takes the site file's value, or otherwise False. (Within one run, all ranks always get the same bits.)
         check_calls: for debugging. If true, the ranks compare their calls before each collective, in a small exchange. If the
-            calls differ, a `DisagreementError` shows the calls.
+            calls differ, the collective does not run, and a `DisagreementError` shows the calls.
 
     Returns:
         The default group. From now on `get_default_group()` returns this group.
 
     Raises:
         MisuseError: there is a default group already.
-        InvalidArgumentError: the `init_method` is of an unknown kind, or both an `init_method` and a store were given.
+        InvalidArgumentError: an argument is wrong, such as an unknown kind of `init_method`. Or two arguments contradict each
+            other, such as an `init_method` and a `store`.
         DisagreementError: the ranks passed different options, such as `check_calls`.
-        SiteFileError, UnknownBackendError, BackendUnavailableError, LaunchError: see `errors`.
+        SiteFileError: the site file cannot be read, or has a wrong entry.
+        UnknownBackendError: no installed backend has this name.
+        BackendUnavailableError: something that the backend needs is missing, such as a library.
+        LaunchError: the arguments contradict the launcher or MPI, or the ranks cannot find each other.
     """
     global _default
     launch, is_known = None, False

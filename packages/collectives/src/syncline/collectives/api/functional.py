@@ -117,10 +117,10 @@ def scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Copy the tensors in the `scatter_list` of one rank, the root, to all ranks: rank r gets `scatter_list[r]`.
+    """Send each rank one tensor of the root's `scatter_list`: rank r gets `scatter_list[r]` in its `tensor`.
 
-    Other ranks pass no list. Pass the root as `src` (a rank of the default group) or as `group_src` (a rank of the group);
-    without both, the root is rank 0 of the group. Returns a `Work` if `async_op` is true, otherwise None. See
+    Other ranks than the root pass no list. Pass the root as `src` (a rank of the default group) or as `group_src` (a rank of
+    the group); without both, the root is rank 0 of the group. Returns a `Work` if `async_op` is true, otherwise None. See
     [`ProcessGroup.scatter`][syncline.collectives.ProcessGroup.scatter].
     """
     chosen = resolve_group(group)
@@ -136,7 +136,7 @@ def reduce_scatter(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """For each rank r, combine the tensors `input_list[r]` of all ranks, and write the result to the `output` of rank r.
+    """Combine the lists of all ranks, entry by entry. Rank r gets the result of entry r in its `output`.
 
     Returns a `Work` if `async_op` is true, otherwise None. See
     [`ProcessGroup.reduce_scatter`][syncline.collectives.ProcessGroup.reduce_scatter].

@@ -23,7 +23,7 @@ def monitored_barrier(
 ) -> None:
     """Wait until all ranks have called this function. On a time-out, rank 0 raises an error that names the missing ranks.
 
-    Use this function to find out which rank hangs or has ended. In every training step, it would cost too much.
+    Use this function to find out which rank hangs or has ended. Do not call it in every training step: it is slow.
 
     Cost: 4 (`size` - 1) messages of 16 bytes, one after the other.
 

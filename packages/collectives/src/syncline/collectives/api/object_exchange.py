@@ -35,12 +35,12 @@ def all_gather_bytes(payload: bytes, *, group: ProcessGroup) -> list[bytes]:
 
 
 def exchange_objects(payload: Any, *, group: ProcessGroup) -> list[Any]:
-    """Give every rank the objects of all ranks, in the order of the ranks."""
+    """Return the objects of all ranks on every rank, as a list in the order of the ranks. Every rank calls this function."""
     return [pickle.loads(contents(block)[:length]) for block, length in _gathered(pickle.dumps(payload), group)]
 
 
 def broadcast_object(payload: Any, root: int, *, group: ProcessGroup) -> Any:
-    """Give every rank the root's object. The objects of the other ranks are ignored."""
+    """Return the root's object on every rank. The objects that other ranks pass are ignored. Every rank calls this function."""
     data = pickle.dumps(payload) if group.rank == root else b""
     device = message_device(group)
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)

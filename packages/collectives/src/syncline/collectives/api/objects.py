@@ -94,10 +94,10 @@ def scatter_object_list(
     group: ProcessGroup | None = None,
     group_src: int | None = None,
 ) -> None:
-    """Give rank r entry r of the input list of one rank, the root. Objects are sent as pickles.
+    """Send each rank one object of the root's input list: rank r gets entry r. Objects are sent as pickles.
 
-    Each rank gets its entry as `scatter_object_output_list[0]`. The root passes an input list with one entry for each rank, and
-    other ranks pass None. Pass the root as `src` (a rank of the default group) or as `group_src` (a rank of the group); without
+    Each rank gets its object as `scatter_object_output_list[0]`. The root passes an input list with one entry for each rank.
+    Other ranks pass None. Pass the root as `src` (a rank of the default group) or as `group_src` (a rank of the group); without
     both, the root is rank 0 of the group.
     """
     chosen = resolve_group(group)

@@ -110,8 +110,8 @@ class P2POp:
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     """Begin several sends and receives of one group. Returns one `Work` for each entry, in the order of the list.
 
-    If an entry is wrong, no transfer begins. One exception: if a tag is too large for the communication library, the entries
-    before it have begun.
+    If an entry is wrong, no transfer begins. There is one exception: if a tag is too large for the communication library, the
+    transfers of all earlier entries have begun.
 
     Raises:
         InvalidArgumentError: the list is empty, its entries are for different groups, or `isend` or `irecv` would refuse an

@@ -81,12 +81,13 @@ def all_reduce_copy(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Any:
-    """Combine the tensors of all ranks into a new tensor on every rank. Autograd works.
+    """Combine the tensors of all ranks into a new tensor on every rank. Autograd works for SUM and AVG.
 
-    The gradient is reduced over the ranks in the same way, for SUM and AVG only.
+    Backward reduces the gradients of all ranks with the same `op`. For any other `op`, backward raises an
+    `InvalidArgumentError`.
 
     Args:
-        tensor: any shape, the same on every rank; only read.
+        tensor: any shape. Its shape and dtype are the same on every rank. Only read.
         op: see `ReduceOp`.
         group: None means the default group.
         async_op: if true, return a `PendingResult` of the new tensor at once. Then autograd does not work.
@@ -169,10 +170,11 @@ def all_gather_rows(tensor: torch.Tensor, group: ProcessGroup | None = None, asy
     Args:
         tensor: at least one dimension; only read. The dtype and all dimensions but the first are the same on every rank.
         group: None means the default group.
-        async_op: if true, return a `PendingResult` of the new tensor, and do without autograd. The call itself still waits
-            until the ranks have exchanged their numbers of rows.
+        async_op: if true, return a `PendingResult` of the new tensor. Then autograd does not work. The call still waits until
+            the ranks have exchanged their numbers of rows.
 
-    Cost: an all-gather of 16 bytes from each rank, then an all-gather of the rows, padded to the rank with the most rows.
+    Cost: an all-gather of 16 bytes from each rank, then an all-gather of the rows. All tensors are padded to the largest number
+    of rows.
 
     Raises:
         InvalidArgumentError: the tensor has no dimension.
@@ -269,12 +271,13 @@ def reduce_scatter_rows(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Any:
-    """Combine the tensors of all ranks, and return this rank's share of the result's rows as a new tensor. Autograd works.
+    """Combine the tensors of all ranks, and return this rank's share of the result's rows as a new tensor.
 
-    In backward, the ranks gather the gradients of all shares, for SUM and AVG only.
+    Autograd works for SUM and AVG: backward gathers the gradients of all shares on every rank. For any other `op`, backward
+    raises an `InvalidArgumentError`.
 
     Args:
-        tensor: at least one dimension; the same shape on every rank; only read.
+        tensor: at least one dimension. Its shape and dtype are the same on every rank. Only read.
         op: see `ReduceOp`.
         group: None means the default group.
         async_op: if true, return a `PendingResult` of the new tensor at once. Then autograd does not work.
@@ -282,8 +285,8 @@ def reduce_scatter_rows(
         postscale: see `all_reduce_copy`.
 
     Returns:
-        This rank's rows. If the number of rows is not a multiple of the number of ranks, each of the first ranks gets one row
-            more, and the call costs one `reduce` for each rank.
+        This rank's rows. If the number of rows is not a multiple of the number of ranks, the first ranks get one row more than
+            the last ranks. Then the call costs one `reduce` for each rank.
     """
     return _first(
         reduce_scatter_rows_coalesced([tensor], op, group, async_op, prescale=prescale, postscale=postscale), async_op=async_op
@@ -402,19 +405,20 @@ def all_to_all_rows(
 
     Args:
         tensor: at least one dimension; only read. The dtype and all dimensions but the first are the same on every rank.
-        splits: for each rank, how many rows go to this rank, in the order of the rows; None means equal numbers.
+        splits: `splits[r]` is the number of rows for rank r. The first rows go to rank 0, the next rows to rank 1, and so on.
+            None means equal numbers.
         group: None means the default group.
-        async_op: if true, return a `PendingResult` of the pair, and do without autograd. The call itself still waits until the
+        async_op: if true, return a `PendingResult` of the pair. Then autograd does not work. The call still waits until the
             ranks have exchanged their numbers of rows.
 
     Returns:
-        A pair: the received rows, in the order of the ranks that sent them; and for each rank, the number of rows from it.
+        A pair: the received rows, in the order of the ranks that sent them; and a list with the number of rows from each rank.
 
     Cost: an all-to-all of 16 bytes for each pair of ranks, then an all-to-all of the rows.
 
     Raises:
-        InvalidArgumentError: the splits do not add up to the number of rows, or `splits` is None and the number of rows is not
-            a multiple of the number of ranks, or the tensor has no dimension.
+        InvalidArgumentError: the splits do not add up to the number of rows. Or `splits` is None, and the number of rows is not
+            a multiple of the number of ranks. Or the tensor has no dimension.
         DisagreementError: dtypes, or dimensions other than the first, differ. Every rank raises this error.
     """
     chosen = resolve_group(group)

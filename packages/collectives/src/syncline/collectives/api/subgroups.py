@@ -21,7 +21,8 @@ def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | float | N
     """Make a group of some ranks of the default group. Every rank of the default group calls this function.
 
     Args:
-        ranks: ranks of the default group, each once; None takes all. As in torch, the new group sorts its ranks.
+        ranks: ranks of the default group, each once; None takes all. As in torch, their order has no effect: the new group
+            has its ranks in ascending order.
         timeout: the time limit of a collective, in seconds or as a timedelta; None takes the default group's limit.
 
     Returns:
@@ -47,7 +48,7 @@ def new_subgroups(
     """Divide a group into groups of `group_size` consecutive ranks. Every rank of the group calls this function.
 
     Returns:
-        A pair: the new group that contains this rank; and one list for each new group, with its ranks in the default group.
+        A pair: the new group that contains this rank; and for each new group, the list of its ranks in the default group.
             (torch returns handles of all new groups instead of the lists.)
 
     Raises:
@@ -76,8 +77,8 @@ def new_subgroups_by_enumeration(
         A pair: the new group that contains this rank, or a `NonMember` if this rank is in no list; and the lists, each sorted.
 
     Raises:
-        InvalidArgumentError: there is no rank in the lists, a rank is twice in the lists, or a number is no rank of the default
-            group.
+        InvalidArgumentError: the lists contain no rank, contain a rank twice, or contain a number that is no rank of the
+            default group.
         DisagreementError: the ranks give different lists. All ranks raise this error, and no group is made.
     """
     world = get_default_group()

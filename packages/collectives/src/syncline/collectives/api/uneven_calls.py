@@ -26,10 +26,10 @@ class _Entry(IntEnum):
 
 
 class UnevenCalls:
-    """Lets ranks call collectives in loops of different lengths. A rank whose loop has ended *joins*: it calls `join`.
+    """Lets ranks call collectives in loops of different lengths. A rank whose loop has ended calls `join`: it has *joined*.
 
-    Until all ranks have joined, a joined rank takes part with zeros in the collectives of the ranks that still have work. So no
-    collective waits for a rank whose loop has ended.
+    Until all ranks have joined, a joined rank takes part with zeros in the collectives of the ranks that still have work. So
+    these ranks do not hang.
 
         calls = UnevenCalls(group)           rank with work left            rank without work
         for batch in batches:
@@ -73,7 +73,7 @@ class UnevenCalls:
 
         Raises:
             MisuseError: another rank has joined, and `op` is neither SUM nor AVG.
-            DisagreementError: another rank announced a step.
+            DisagreementError: another rank called `announce_step` instead.
         """
         op = from_torch(op) or op
         if op not in (ReduceOp.SUM, ReduceOp.AVG):
@@ -90,7 +90,7 @@ class UnevenCalls:
 
         Raises:
             MisuseError: a rank has joined. All ranks that have not joined raise this error.
-            DisagreementError: another rank announced a step.
+            DisagreementError: another rank called `announce_step` instead.
         """
         if self._call_roll():
             self._tell(None)
@@ -102,12 +102,12 @@ class UnevenCalls:
     def announce_step(self, number: int) -> PendingResult[None]:
         """Announce that this rank begins a step of several collectives. `number` is the step's number, from `add_step`.
 
-        The method starts a roll call, in which the ranks compare what each of them does next. It does not wait for the other
-        ranks, so the collectives of the step may begin at once.
+        The ranks compare what each of them does next. This method begins the comparison and does not wait for its end, so call
+        the collectives of the step at once.
 
         Returns:
-            The roll call. Call its `wait` at the end of the step. If another rank announced another step or a single
-                collective, `wait` raises a `DisagreementError`.
+            The handle of the comparison. Call its `wait` at the end of the step. If another rank announced something else,
+                `wait` raises a `DisagreementError`.
         """
         work, heard = self._issue(_Entry.STEP, number)
         return PendingResult([work], lambda: self._note(*self._hear(work, heard)))
@@ -118,7 +118,8 @@ class UnevenCalls:
         A rank calls this method when its own loop has ended.
 
         Returns:
-            The rank that joined last. If several ranks joined last, the largest of them. All ranks return the same number.
+            The rank that joined last. If several ranks joined last at the same time, the highest of these ranks. All ranks
+                return the same number.
         """
         while True:
             present, entries = self._hear(*self._issue(_Entry.JOINED, 0))
