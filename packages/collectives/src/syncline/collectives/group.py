@@ -39,8 +39,7 @@ class ProcessGroup(ABC):
 
     **Tensors.** Any dtype can be sent; `ReduceOp` lists the dtypes of each reduction. A tensor's device must be of a type in
     `device_types`. Outputs are written in place, also if they are not contiguous. Tensors may be empty or without dimensions.
-    If this rank sees that an argument is wrong, the method raises an error before it issues the call, and the group stays
-    usable.
+    If an argument is wrong on this rank, the method raises an error before it issues the call, and the group stays usable.
 
     **Ranks** in arguments and results are ranks in this group, 0 to size - 1.
 
@@ -121,8 +120,8 @@ class ProcessGroup(ABC):
         """Combine the tensors of all ranks. Every rank gets the same result, bit for bit.
 
         Args:
-            tensor: any shape, the same on every rank. Overwritten with the result. SUM, AVG and `premul_sum` also take sparse
-                COO tensors, whose indices may differ between ranks.
+            tensor: any shape; all ranks pass the same shape and dtype. Overwritten with the result. SUM, AVG and
+                `premul_sum` also take sparse COO tensors, whose indices may differ between ranks.
             op: see `ReduceOp`.
             async_op: if true, do not wait for the result.
 
@@ -143,8 +142,8 @@ class ProcessGroup(ABC):
         """Combine the tensors of all ranks on the root.
 
         Args:
-            tensor: dense, any shape. Its shape and dtype are the same on every rank. Overwritten with the result on the root;
-                only read on other ranks.
+            tensor: dense, any shape; all ranks pass the same shape and dtype. Overwritten with the result on the root; only
+                read on other ranks.
             root: the rank in this group that gets the result.
             op: see `ReduceOp`.
             async_op: if true, do not wait for the result.
@@ -159,7 +158,8 @@ class ProcessGroup(ABC):
         """Copy the root's tensor to every rank.
 
         Args:
-            tensor: any shape and dtype, the same on every rank. Read on the root, overwritten on the other ranks.
+            tensor: any shape and dtype; all ranks pass the same shape and dtype. Read on the root, overwritten on the other
+                ranks.
             root: the rank in this group whose tensor is copied.
             async_op: if true, do not wait for the result.
         """
@@ -175,7 +175,7 @@ class ProcessGroup(ABC):
 
         Args:
             outputs: `size` tensors with the shape and dtype of `tensor`. `outputs[r]` is overwritten with rank r's tensor.
-            tensor: any shape and dtype, the same on every rank. Only read. It may be one of the outputs.
+            tensor: any shape and dtype; all ranks pass the same shape and dtype. Only read. It may be one of the outputs.
             async_op: if true, do not wait for the result.
 
         Extra memory: one buffer as large as all outputs together.
@@ -191,7 +191,8 @@ class ProcessGroup(ABC):
 
         Args:
             output: any shape, the dtype of `tensor`, and `size` times as many elements. Overwritten.
-            tensor: any shape and dtype, the same on every rank. Only read. It may be this rank's part of `output`.
+            tensor: any shape and dtype; all ranks pass the same shape and dtype. Only read. It may be this rank's part of
+                `output`.
             async_op: if true, do not wait for the result.
         """
         self._refuse_if("all_gather_into_tensor", checks.no_tensors({"tensor": tensor, "output": output}))
@@ -212,7 +213,7 @@ class ProcessGroup(ABC):
         """Give the root the tensors of all ranks.
 
         Args:
-            tensor: any shape and dtype, the same on every rank. Only read.
+            tensor: any shape and dtype; all ranks pass the same shape and dtype. Only read.
             outputs: on the root, `size` tensors like `tensor`; `outputs[r]` is overwritten with rank r's tensor. On other
                 ranks, None.
             root: the rank in this group that gets the tensors.
@@ -233,12 +234,12 @@ class ProcessGroup(ABC):
         *,
         async_op: bool = False,
     ) -> Work:
-        """Give each rank one tensor of the root's list.
+        """Send each rank one tensor of the root's list: rank r gets `inputs[r]` in its `tensor`.
 
         Args:
-            tensor: any shape and dtype, the same on every rank. Overwritten.
-            inputs: on the root, `size` tensors like `tensor`; rank r gets `inputs[r]`. Only read. On other ranks, None.
-            root: the rank in this group that gives the tensors.
+            tensor: any shape and dtype; all ranks pass the same shape and dtype. Overwritten.
+            inputs: on the root, `size` tensors like `tensor`. Only read. On other ranks, None.
+            root: the rank in this group that sends the tensors.
             async_op: if true, do not wait for the result.
         """
         self._check_root("scatter", root)
@@ -251,7 +252,7 @@ class ProcessGroup(ABC):
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction = ReduceOp.SUM, *, async_op: bool = False
     ) -> Work:
-        """For each rank r, combine the tensors `inputs[r]` of all ranks, and write the result to the `output` of rank r.
+        """Combine the lists of all ranks, entry by entry. Rank r gets the result of entry r in its `output`.
 
         Args:
             output: the shape and dtype of `inputs[rank]`. Overwritten.
@@ -337,8 +338,8 @@ class ProcessGroup(ABC):
         Args:
             output: the dtype of `tensor`, and rows of the same shape as in `tensor`. Overwritten.
             tensor: at least one dimension. The first dimension counts the rows. Only read.
-            output_split_sizes: for each rank, how many rows this rank receives from that rank. None means equal numbers.
-            input_split_sizes: for each rank, how many rows this rank sends to that rank. None means equal numbers.
+            output_split_sizes: entry r is the number of rows that this rank receives from rank r. None means equal numbers.
+            input_split_sizes: entry r is the number of rows that this rank sends to rank r. None means equal numbers.
             async_op: if true, do not wait for the result.
         """
         name = "all_to_all_single"
@@ -390,13 +391,18 @@ class ProcessGroup(ABC):
         return self._recv(tensor, src, tag, async_op)
 
     def check_transfer(self, name: str, tensor: torch.Tensor, peer: int | None, tag: int) -> None:
-        """Check the arguments of a transfer, as `send` and `recv` do, but begin no transfer.
+        """Check the arguments of a `send` or `recv`, but begin no transfer.
+
+        For example, check several transfers before the first one begins.
 
         Args:
             name: "send" or "recv".
             tensor: the tensor of the transfer. It must not be a FakeTensor.
-            peer: `dst` or `src`.
+            peer: `dst` of a send, or `src` of a receive.
             tag: the tag of the transfer.
+
+        Raises:
+            InvalidArgumentError: an argument is wrong. If all are valid, the method returns.
         """
         self._check_peer(name, peer, tag)
         if name == "send":
@@ -408,7 +414,10 @@ class ProcessGroup(ABC):
 
     @public_call
     def barrier(self, *, async_op: bool = False) -> Work:
-        """Wait until all ranks have called this method."""
+        """Wait until all ranks have called this method.
+
+        If `async_op` is true, return at once; the work's `wait` then waits for the other ranks.
+        """
         return self._issue(Signature("barrier"), (), (), async_op)
 
     def split(self, color: int | None, key: int | None = None, *, timeout_s: float | None = None) -> ProcessGroup | None:
@@ -418,8 +427,8 @@ class ProcessGroup(ABC):
 
         Args:
             color: a number, 0 or above. None means that this rank joins no new group.
-            key: the new group orders its ranks by key, then by their rank in this group. If all ranks pass None, the order
-                stays as in this group.
+            key: the new group orders its ranks by key, then by their rank in this group. None means this rank's number in
+                this group, so if all ranks pass None, they keep their order.
             timeout_s: the new group's time limit, in seconds. None means the time limit of this group.
 
         Returns:
@@ -459,9 +468,10 @@ class ProcessGroup(ABC):
         return made
 
     def exchange_texts(self, text: str) -> list[str] | None:  # noqa: ARG002 - for subclasses that can
-        """Return the texts of all ranks, in rank order. None if the group cannot exchange texts.
+        """Give every rank the short texts of all ranks, in rank order. Return None if the group cannot exchange texts.
 
-        `init_process_group` calls this method on all ranks, directly after they have connected.
+        All ranks call this method. `init_process_group` uses this method for the names of the hosts, right after the ranks have
+        connected.
         """
         return None
 
@@ -548,8 +558,8 @@ class ProcessGroup(ABC):
         """Check that all ranks have called the same collectives since the group was made. All ranks call this method.
 
         Returns:
-            The work of the comparison. None if there is no work to wait for: the ranks compare each call anyway, or this group
-                cannot compare calls, or another thread compares the calls (over NCCL, with `async_op=True`).
+            The work of the comparison. None if the caller has nothing to wait for: the group compares each call anyway, or
+                cannot compare calls, or compares them on another thread (over NCCL, with `async_op=True`).
 
         Raises:
             DisagreementError: the ranks called different collectives, so results are wrong. All ranks raise this error. With
@@ -566,11 +576,10 @@ class ProcessGroup(ABC):
         raise MisuseError("verify_calls is now called agree_on_calls; call group.agree_on_calls(async_op=...)")
 
     def end_together(self, companion: ProcessGroup) -> None:  # noqa: B027 - for subclasses that can
-        """Let the group `companion`, which has the same ranks, end together with this group.
+        """Close or abort another group, `companion`, when this group is closed or aborted. `companion` has the same ranks.
 
-        When this group is closed, this group first closes `companion`, or aborts `companion` after a failure. When this group
-        is aborted, this group aborts `companion`, too. Groups of torch ignore this call: there, the caller must end the
-        companion.
+        Closing this group first closes `companion`; after a failure it aborts `companion` instead. Aborting this group aborts
+        `companion`, too. Groups of torch ignore this method: there, the caller must close `companion`.
         """
 
     def is_in_callback(self) -> bool:
@@ -622,18 +631,18 @@ class ProcessGroup(ABC):
         return self._shrink(seconds(silence_timeout_s))
 
     def meets_in(self, host: ProcessGroup) -> bool:  # noqa: ARG002 - for subclasses that do
-        """Whether the ranks of this group found each other through the group `host`, as the ranks of an NCCL group may do.
+        """Whether the ranks of this group used another group, `host`, to find each other. An NCCL group may do so.
 
-        If true, and a new group replaces `host` after a loss, call `beside` to make the group that replaces this group. If
-        false, do not call `beside`.
+        After a loss, a new group replaces `host`. If this method returns true, `beside` can then replace this group, too. If it
+        returns false, `beside` must not be called.
         """
         return False
 
     def beside(self, host: ProcessGroup) -> ProcessGroup:
-        """Replace this group after a loss: make a group like this one, but with the ranks of the new group `host`.
+        """Return a group that replaces this group after a loss: a group like this one, with the ranks of `host`.
 
-        The ranks find each other through `host`. The caller first aborts this group. `meets_in` must be true for the old group
-        that `host` replaces.
+        `host` is the new group that replaces an older host group. The ranks find each other through `host`. Call this method
+        only if `meets_in` is true for the older host group. Abort this group first.
         """
         raise NotImplementedError  # only called if `meets_in` is true
 
@@ -648,9 +657,9 @@ class ProcessGroup(ABC):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """For each rank of this group, the number of its process, which names the process also after a loss.
+        """For each rank of this group, a number that identifies its process as long as the job runs.
 
-        After `shrink` or `admit`, a process may have another rank, but keeps its number.
+        After `shrink` or `admit`, a process may have another rank, but keeps this number.
         """
         return tuple(range(self.size))
 
@@ -705,10 +714,10 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish all issued calls, then release the group's resources. All ranks call this. A second call does nothing.
+        """Finish all issued calls, then release the group's resources. All ranks call `close`. A second call does nothing.
 
-        After this rank's calls have finished, the method waits at most 60 seconds for the other ranks to close. A missing rank
-        is no error here.
+        After this rank's calls have finished, the method waits at most 60 seconds for the other ranks to close. If a rank does
+        not close in this time, the method still returns without an error.
         """
 
     @abstractmethod

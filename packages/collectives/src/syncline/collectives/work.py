@@ -231,8 +231,8 @@ class Work(ABC):
     def before_end(self, action: Callable[[], None]) -> None:
         """Run a quick action at the end of the call, before any `wait` returns, for example to take the time of the end.
 
-        If the call is over already, run the action now. The action must not take a lock and must not call Syncline. If the work
-        stands on a future of torch (a `FutureWork`, or a work of a `TorchGroup`), the action may run a moment after `wait`.
+        If the call has ended already, the action runs at once. The action must not take a lock and must not call Syncline. A
+        `FutureWork` or a work of a `TorchGroup` waits for a future of torch; there, the action may run a moment after `wait`.
         """
         self.get_future().add_done_callback(lambda _: action())
 

@@ -238,9 +238,9 @@ class PerDeviceGroup(DelegatingGroup):
 class RoundRobinGroup(DelegatingGroup):
     """Passes its calls on to its member groups in turn, so that several collectives can run at the same time.
 
-    Calls of different member groups may run in any order. In a callback of a work's future, do not call a collective of this
-    group, because each rank could choose another member group: such a call raises a `MisuseError`, unless the member groups are
-    groups of torch. Call a method of one of the `groups` instead.
+    Calls of different member groups may run in any order. In a callback of a work's future, call a method of one of the
+    `groups`. A collective of this group raises a `MisuseError` there, because each rank could choose another member group.
+    (Member groups that are groups of torch do not detect this mistake.)
 
     Args:
         groups: the member groups, at least one. All have the same ranks in the same order.

@@ -74,8 +74,8 @@ class Plan(ABC):
 class Transport(ABC):
     """Moves the tensors of one group, by calls of one library. Write a subclass to add a backend.
 
-    `HostGroup` wraps a transport as a process group. It runs one plan at a time, on any thread. Any thread may call
-    `start_send` and `start_recv`, also while a collective runs.
+    `HostGroup` makes a process group of a transport. A `Plan` carries out a collective: `HostGroup` gets plans from `plan` and
+    runs one plan at a time, on any thread. Any thread may call `start_send` and `start_recv`, also while a collective runs.
 
     For a library with blocking collectives on host memory, write a subclass of `LibraryTransport` instead.
 
@@ -119,10 +119,10 @@ class Transport(ABC):
 
     @abstractmethod
     def plan(self, signature: Signature) -> Plan:
-        """Return a plan that can run all calls of this signature. The method does not communicate.
+        """Return a plan: an object that carries out all calls of one signature. The method does not communicate.
 
-        All plans of a signature must send and receive the same messages, because one rank may use an old plan while another
-        rank uses a new plan.
+        A signature is the kind of a call: name, reduction, root, dtype and shape. All plans of one signature must send and
+        receive the same messages, because one rank may use an old plan while another rank uses a new plan.
         """
 
     @abstractmethod
@@ -156,7 +156,8 @@ class Transport(ABC):
         """Return a transport for a group of some of the ranks. Only the ranks `members` call this method.
 
         The first rank in `members` becomes rank 0 of the new transport, and so on. All members pass the same `name` and the
-        same `number` (0 or above). While a subset is open, no other subset gets its name.
+        same `number` (0 or above). Both identify the new group: no other open group has this name, and MPI, for example, uses
+        the number as a tag.
         """
 
     def meeting_store(self) -> dist.Store | None:

@@ -29,7 +29,7 @@ def run_ranks(world_size: int, body: Callable[..., T], *args: Any, timeout_s: fl
         body: called with the rank's group, then `args`. All ranks share the process, so give each rank its own tensors and
             models.
         args: more arguments of `body`; every rank gets the same objects.
-        timeout_s: the time limit of the whole run, in seconds. The time limit of each collective is nine tenths of it.
+        timeout_s: the time limit of the whole run, in seconds. Each collective has nine tenths of this time.
 
     Returns:
         The results of `body`, in the order of the ranks.

@@ -156,11 +156,15 @@ class TorchGroup(ProcessGroup):
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
-        """Compare the marks (see `marked`) that each rank has set since the last comparison.
+        """Check that all ranks have set the same marks (see `marked`) in the same order. All ranks call this method.
 
-        If there are no new marks, or the group does not serve the CPU, the method compares nothing and returns None.
+        If there are no new marks since the last check, or the group does not serve the CPU, the method checks nothing and
+        returns None.
 
         Cost: an all_reduce of 16 bytes.
+
+        Raises:
+            DisagreementError: the marks differ. All ranks raise this error; with `async_op=True`, the work's `wait` raises it.
         """
         if self.size == 1 or self._marks_said == self._marks_compared or "cpu" not in self._device_types:
             return None
@@ -298,12 +302,12 @@ class TorchGroup(ProcessGroup):
         return self._transfer(self.start_recv(wire, src, tag), tensor, deliver, async_op)
 
     def start_send(self, wire: torch.Tensor, dst: int, tag: int) -> TorchRequest:
-        """Begin to send a contiguous tensor, and return the request. For transports; programs call `send`."""
+        """Begin to send a contiguous tensor, and return the request. Only transports call this; call `send` instead."""
         torch_work = _begun(lambda: self.torch_group.send([bytes_of(wire)], dst, tag))
         return TorchRequest(torch_work, wire, receives=False)
 
     def start_recv(self, wire: torch.Tensor, src: int | None, tag: int) -> TorchRequest:
-        """Begin to receive into a contiguous tensor, and return the request. For transports; programs call `recv`."""
+        """Begin to receive a contiguous tensor, and return the request. Only transports call this; call `recv` instead."""
         into = [bytes_of(wire)]
         group = self.torch_group
         torch_work = _begun(lambda: group.recv_anysource(into, tag) if src is None else group.recv(into, src, tag))
