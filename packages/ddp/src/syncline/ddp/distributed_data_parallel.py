@@ -87,15 +87,15 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             no default group, the constructor calls Syncline's `init_process_group()`.
         bucket_cap_mb: the approximate size of a bucket of gradients in MiB. None: 25, but 1 for the first bucket. "auto": DDP
             measures about ten steps, then chooses sizes; see `tuned_bucket_cap_mb`.
-        find_unused_parameters: True: a backward need not compute gradients for all parameters, and ranks may differ in these
-            parameters. A parameter for which no rank computes a gradient keeps its previous `grad`.
+        find_unused_parameters: True: a backward may leave out parameters, and each rank may leave out others. If a parameter
+            gets no gradient on any rank, it keeps its previous `grad`.
         check_reduction: deprecated; has no effect.
         gradient_as_bucket_view: True makes each `parameter.grad` a view of its bucket. This saves one copy of all gradients, in
             time and in memory. Do not call `detach_()` on these gradients.
         static_graph: True promises that every backward uses the same graph as the first backward. Re-entrant checkpoints and
             unused parameters are then allowed.
         delay_all_reduce_named_params: pairs of a name and a parameter. A backward may compute any number of gradients for these
-            parameters. DDP averages them last, after the gradient of `param_to_hook_all_reduce` is ready.
+            parameters. DDP averages their gradients last, after the gradient of `param_to_hook_all_reduce` is ready.
         param_to_hook_all_reduce: the parameter whose gradient must be ready before DDP averages
             `delay_all_reduce_named_params`.
         mixed_precision: a `MixedPrecision` of Syncline or of torch.
@@ -117,7 +117,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     Raises:
         MisuseError: a parameter or buffer is uninitialised, is sparse, is on a device that the group's backend cannot use, or
             has elements that share memory. Or no parameter requires a gradient. Or the module has a SyncBatchNorm of torch
-            while torch.distributed is not initialised: this layer would use only this rank's batch.
+            while torch.distributed is not initialised: such a layer would normalise each rank's batch separately.
         DisagreementError: on all ranks, if modules or arguments differ between ranks. The text names the first difference. If
             one rank raises a `MisuseError`, the other ranks raise a `DisagreementError` that names this rank and its error.
         InvalidArgumentError: an argument is wrong, or two arguments contradict each other.
@@ -440,8 +440,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def has_local_gradients(self) -> bool:
         """Whether gradients of this rank wait for averaging, such as after a backward in `no_sync`.
 
-        True from a backward that only adds to this rank's gradients until the next backward that averages. `zero_grad` does not
-        change the value.
+        A backward without averaging sets the value to True, and the next backward with averaging sets it to False. `zero_grad`
+        does not change the value.
         """
         return self._reducer.has_local_gradients
 
@@ -506,7 +506,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         before the call, give each new rank the parameters and buffers of the other ranks.
 
         The communication hook stays registered. If the hook's state holds the old group, register the hook with a new state. A
-        running `trace` ends. `watch_stragglers` and `check_replicas` go on, and begin to count steps again.
+        running `trace` ends. `watch_stragglers` and `check_replicas` go on if all ranks of the new group have the same `every`,
+        and count steps from 1 again.
 
         Args:
             process_group: the new group, of Syncline or of torch.distributed. None: the default group, as in the constructor.
@@ -567,7 +568,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def communication_hook(self) -> tuple[Any, Any]:
-        """The pair of the communication hook and its state. Both are None if there is no hook.
+        """The communication hook and its state, as a pair. Both are None if there is no hook.
 
         If `mixed_precision` sets a dtype for averaging, the hook is the function of Syncline that averages in this dtype.
         """
@@ -745,13 +746,17 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             recording.ranks_may_differ = True
 
     def iteration_statistics(self) -> IterationStatistics:
-        """Return the times of this rank's latest iteration: a forward, and the backward that averages its gradients."""
+        """Return when the parts of this rank's latest iteration began and ended, to see what communication costs.
+
+        An iteration is a forward and the backward that averages its gradients. All times are in seconds.
+        """
         return self._reducer.statistics
 
     def logging_data(self) -> dict[str, int | str]:
         """Return constructor arguments, sizes in bytes, and times in nanoseconds, under the keys of torch's DDP.
 
-        One more key, `bucket_algorithms`, names the algorithm that reduced each bucket, if the backend tells it.
+        If the backend tells which algorithm reduced each bucket, the key `bucket_algorithms` has these algorithms. torch's DDP
+        has no such key.
 
         A time whose key begins with "avg" is a mean over sampled iterations: the first ten, then one in a hundred.
         `_set_ddp_runtime_logging_sample_rate` changes this rate. All other times are those of the latest iteration.

@@ -91,8 +91,9 @@ class Join:
         joinables: all objects that communicate in the loop, such as a `DistributedDataParallel` or an optimizer, in the order
             in which they communicate. All objects use the same group.
         enable: False makes the context do nothing.
-        throw_on_early_termination: raise an error on all ranks when one rank has no inputs left, instead of going on.
-        kwargs: arguments for the `join_hook` of each joinable.
+        throw_on_early_termination: True: raise an error on all ranks when one rank has no inputs left. False: the other ranks
+            go on.
+        kwargs: arguments that the context passes to the `join_hook` of each joinable.
 
     Cost: in each iteration, one all_reduce of a tensor with one byte for each rank.
 

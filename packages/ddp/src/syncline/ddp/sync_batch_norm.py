@@ -87,7 +87,7 @@ class SyncBatchNorm(BatchNorm):
     ) -> torch.nn.Module:
         """Replace each batch normalisation in a module, also torch's SyncBatchNorm, by a layer of this class.
 
-        The function `syncline.ddp.convert_sync_batchnorm` does the same. This is not a collective.
+        The function `syncline.ddp.convert_sync_batchnorm` does the same. The method does not communicate.
 
         Args:
             module: the module, which is changed in place. The new layers take over parameters, buffers and hooks.
@@ -211,7 +211,7 @@ def convert_sync_batchnorm(
 ) -> torch.nn.Module:
     """Replace each batch normalisation in a module by `SyncBatchNorm`, which normalises over the batches of all ranks.
 
-    Also layers of torch's SyncBatchNorm are replaced. This is not a collective.
+    Layers of torch's SyncBatchNorm are replaced, too. The function does not communicate.
 
     Args:
         module: the module, which is changed in place. The new layers take over parameters, buffers, hooks and other attributes.
