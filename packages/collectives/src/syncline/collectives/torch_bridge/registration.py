@@ -107,7 +107,7 @@ def _register_scheme() -> None:
     if registered is not None:
         _check_ours(registered, f"rendezvous scheme '{SCHEME}://'")
         return
-    dist.register_rendezvous_handler(SCHEME, rendezvous)
+    dist.register_rendezvous_handler(SCHEME, rendezvous)  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 def _check_ours(handler: Callable[..., Any], what: str) -> None:
