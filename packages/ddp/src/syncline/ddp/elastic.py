@@ -83,13 +83,13 @@ class Elastic:
     The page "Survive failures" describes gradient accumulation, hooks, and newcomers.
 
     Args:
-        model: the model, on a group that can shrink.
+        model: the wrapped model. Its group must support [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
         optimizer: one or several optimizers of the model's parameters. No optimizer may step within backward
             (`model.fused_optimizer`).
         sampler: the sampler that divides each batch among the ranks.
         stateful: other objects that change with the steps, such as learning rate schedulers or a GradScaler. A repeated step
             starts with their state from before the step. All ranks pass the objects in the same order.
-        min_ranks: the training ends if fewer ranks are left.
+        min_ranks: after a loss, the training ends with an error if fewer than `min_ranks` ranks are left.
         max_failures: the largest number of ranks that may be lost in the whole training. None: any number.
         silence_timeout_s: the number of seconds that a recovery waits for a rank that does not answer, but is not known to have
             ended; see [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
@@ -312,7 +312,7 @@ class Elastic:
             ) from error
 
     def close(self) -> None:
-        """End elastic training. Afterwards the optimizers may step anywhere, and the ranks do not agree before a step."""
+        """End elastic training. From now on, `optimizer.step()` may run anywhere, and does not make the ranks agree first."""
         for handle in self._handles:
             handle.remove()
 

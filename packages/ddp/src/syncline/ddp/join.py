@@ -25,9 +25,9 @@ from syncline.collectives.internal import message_device
 
 
 class JoinHook:
-    """The communication of one `Joinable`: on a rank without inputs, and on all ranks at the end of `Join`.
+    """Communicates for one `Joinable` in a `Join` context: on ranks without inputs, and on all ranks at the end.
 
-    `Join` calls the methods. In this base class the methods do nothing.
+    `Join` calls the methods. Override the methods that your joinable needs; in this base class they do nothing.
     """
 
     def main_hook(self, present: Sequence[int]) -> None:
@@ -64,10 +64,10 @@ class Joinable(ABC):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return a new hook that communicates for this object on a rank without inputs.
 
-        `Join` calls this method on every rank at the start of the context. Then `self._join` is this context.
+        `Join` calls this method on every rank at the start of the context. During the call, `self._join` is already set.
 
         Args:
-            kwargs: all further keyword arguments of `Join`. Each joinable gets all of them, and ignores unknown ones.
+            kwargs: the `kwargs` of `Join`. Every joinable gets all of them, and must ignore arguments that it does not know.
         """
 
     @property
@@ -128,17 +128,21 @@ class Join:
         return self._throws
 
     def is_first(self, joinable: object) -> bool:
-        """Whether `joinable` is the first in the context's list of joinables. See `notify_join_context`."""
+        """Whether `joinable` is the first joinable of the context. Only its call of `notify_join_context` communicates."""
         return joinable is self._joinables[0]
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> tuple[int, ...] | None:
         """Tell the other ranks that this rank has inputs. A joinable calls this method before it communicates in an iteration.
 
-        Only the call by the first joinable of the context is a collective. Other calls return the same ranks.
+        For the first joinable of the context, this method is a collective. For the other joinables, the method does not
+        communicate, and returns the latest result for the first joinable.
 
         Returns:
             The ranks that have inputs in this iteration. None if `joinable` is not in a `Join` context.
+
+        Raises:
+            DisagreementError: a rank has no inputs left, and `throw_on_early_termination` of the context is True.
         """
         context = joinable._join
         if context is None:
