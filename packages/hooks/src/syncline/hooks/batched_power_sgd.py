@@ -36,6 +36,10 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:
 
     Cost: two all_reduces, each of `side * matrix_approximation_rank` elements. Here `side` is the square root of the bucket's
     number of elements, rounded up.
+
+    Raises:
+        MisuseError: the state is not a PowerSGDState or was saved by another model or number of ranks, or the bucket holds
+            integers or a sparse gradient.
     """
     return run(state, bucket, _bucketwise)
 

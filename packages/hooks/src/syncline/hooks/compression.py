@@ -96,9 +96,9 @@ class CompressionState:
         """Continue from a saved state. If this method raises an error, nothing changes.
 
         Raises:
-            MisuseError: the state belongs to another kind of hook, another compressor or another model. If this
-                state was made without `named_parameters`, the method cannot always see that the model is another one. Then the
-                hook raises the error in its first step.
+            MisuseError: the saved state comes from another kind of hook, another compressor or another model. If you
+                constructed this object without `named_parameters`, the method cannot always detect another model. Then the
+                hook raises the error in the first step.
         """
         self.check_state_dict(state)
         self.names.expect(state["names"])

@@ -49,8 +49,9 @@ class DiLoCoOptimizer(WrappingOptimizer):
             each fragment a list of parameter names. 1: all parameters are synchronised together.
         overlap_steps: for how many inner steps an average runs in the background, from 0 to `sync_every` - 1. 0: `step` waits
             for the average.
-        mixing: the weight of a parameter's present value in the outer step, at least 0 and below 1. It must be 0 if
-            `overlap_steps` is 0. With overlap, the second paper recommends 0.5.
+        mixing: at the end of an outer step, a parameter becomes `mixing` times its present value, plus `1 - mixing` times the
+            result of the outer step. At least 0 and below 1. Must be 0 if `overlap_steps` is 0. With overlap, the second paper
+            recommends 0.5.
         compressor: for example `Int8()`. The ranks send only the changes since the latest synchronisation, compressed with
             error feedback. None: the ranks send whole parameters.
         seed: the seed for compressors that choose at random, 0 to 2**32 - 1, the same on all ranks. It must be 0 without a
@@ -166,7 +167,8 @@ class DiLoCoOptimizer(WrappingOptimizer):
         This method finishes all averages in progress. Then it takes one more outer step of every fragment, without mixing.
 
         With one fragment and no overlap, the replicas are equal after every outer step. If the latest `step` took an outer
-        step, do not call `synchronize`: it would only continue the outer momentum.
+        step, do not call `synchronize`. The replicas are equal already, and the additional outer step would only move all of
+        them further by the outer momentum.
         """
         for fragment in self._fragments:
             fragment.finish_if_due(None)

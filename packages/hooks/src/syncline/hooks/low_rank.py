@@ -50,7 +50,8 @@ def compression_ratio(shapes: Sequence[Sequence[int]], rank: int, min_compressio
     Args:
         shapes: the shapes of the gradients.
         rank: the `matrix_approximation_rank` of the `PowerSGDState`.
-        min_compression_rate: the `min_compression_rate` of the `PowerSGDState`, whose default is 2.
+        min_compression_rate: the `min_compression_rate` of the `PowerSGDState`. The defaults differ: 1 here, and 2 in
+            `PowerSGDState`.
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", 2019,
     appendix F, where `min_compression_rate` is 1.

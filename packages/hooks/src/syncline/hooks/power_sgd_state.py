@@ -52,7 +52,8 @@ class PowerSGDState:
             most two columns. In other factors it has no effect.
         random_seed: the seed of the random factors, 0 to 2**32 - 1.
         compression_stats_logging_frequency: the number of steps between two log lines with `compression_stats()`.
-        batch_tensors_with_same_shape: multiply all gradients of the same shape in one batched call, which needs a copy of them.
+        batch_tensors_with_same_shape: multiply the matrices of all gradients with the same shape in one batched call. This needs
+            a copy of these gradients.
         named_parameters: pairs of a name and a parameter; `state_dict` uses these names. With Syncline's DDP you can leave them
             out, because its buckets have names. With torch's DDP, `state_dict` uses numbers if you leave them out.
 
@@ -124,10 +125,10 @@ class PowerSGDState:
     def enter(self, group: ProcessGroup) -> None:
         """Check that a loaded state fits this rank and this group. Hooks call this method before they compress a bucket.
 
-        If the state has the errors of another rank, the method drops these errors and warns.
+        If another rank saved the state, the method drops the state's errors and warns.
 
         Raises:
-            MisuseError: the state has the errors of a rank in a group of another size.
+            MisuseError: the state has errors, and was saved in a group of another size.
         """
         self.origin.settle(group.rank, group.size, self.error_feedback)
 
@@ -156,10 +157,9 @@ class PowerSGDState:
             self.next_stats_report = self.iter + self.compression_stats_logging_frequency
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """Return the compression rate, and the numbers of elements before and after compression, over all compressed buckets.
+        """Return (rate, elements before compression, elements after compression), over all compressed buckets so far.
 
-        The rate is the number before compression, divided by the number after compression. It is 0 if nothing was compressed
-        yet.
+        The rate is the second number divided by the third number. Before the first compressed bucket, the rate is 0.
         """
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after else 0, before, after)
@@ -216,9 +216,10 @@ class PowerSGDState:
         """Continue from a saved state. If this method raises an error, nothing changes.
 
         Raises:
-            MisuseError: the state belongs to another kind of hook or another model, or differs in `matrix_approximation_rank`,
-                `use_error_feedback` or `warm_start`. If this state was made without `named_parameters`, the method
-                cannot always see that the model is another one. Then the hook raises the error in its first step.
+            MisuseError: the saved state comes from another kind of hook or another model. Or it was saved with other values of
+                `matrix_approximation_rank`, `use_error_feedback` or `warm_start`. If you constructed this object without
+                `named_parameters`, the method cannot always detect another model. Then the hook raises the error in the first
+                step.
         """
         self.check_state_dict(state)
         self._take(state)

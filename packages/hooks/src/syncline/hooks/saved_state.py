@@ -21,7 +21,7 @@ FORMAT = 2
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the states that all ranks saved into one state, to continue training with another number of ranks.
+    """Make one state from the saved states of all ranks, to continue training with another number of ranks.
 
     Every rank of the new job loads the result.
 

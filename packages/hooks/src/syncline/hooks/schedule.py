@@ -94,8 +94,9 @@ class ScheduleState:
     def switch(self, hook: Callable[[Any, Any], TensorFuture], state: Any = None) -> None:
         """Use another hook from the next step on, until the end of training. All later phases are dropped.
 
-        Every rank must call `switch` between the same two steps. If a backward has failed outside of a hook, the state still
-        waits for the last bucket of this backward. Then call `load_state_dict(state_dict())` before `switch`.
+        Every rank must call `switch` between the same two steps. If a backward has failed outside of a hook, this object
+        still waits for the last bucket of the failed backward. In this case, first load the object's own `state_dict()`
+        with `load_state_dict`, then call `switch`.
 
         Args:
             hook: any communication hook, including a hook of torch.
