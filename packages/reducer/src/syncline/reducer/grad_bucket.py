@@ -37,8 +37,8 @@ class GradBucket:
     def set_buffer(self, buffer: torch.Tensor) -> None:
         """Replace the tensor that `buffer()` and `gradients()` show, for example by a compressed copy in another dtype.
 
-        `buffer` is a flat tensor with the same number of elements. If the hook's result has the dtype of this tensor, the
-        reducer casts the result to the bucket's dtype.
+        `buffer` is a flat tensor with the same number of elements. The hook's result must have the dtype of the gradients or
+        of `buffer`. The reducer casts the result to the dtype of the gradients.
         """
         self._buffer = buffer
 

@@ -114,8 +114,9 @@ class Reducer(Inherited):
             `find_unused_parameters`.
         static_graph: promise that every backward with averaging has the graph of the first backward. See `StaticUsage`. As in
             torch, this option overrides `find_unused_parameters`.
-        delayed: names of parameters that may get any number of gradients until the gradient of `delayed_until` arrives or
-            backward ends. Their gradients are reduced then, after the gradients of all other buckets.
+        delayed: names of parameters that may get no gradient, one gradient or several gradients in a backward. The reducer
+            waits until the gradient of `delayed_until` arrives or backward ends. Then it reduces the gradients of the delayed
+            parameters, after all other buckets.
         delayed_until: the name of a parameter. None: the delayed parameters wait for the end of backward.
 
     Attributes:
@@ -251,26 +252,26 @@ class Reducer(Inherited):
     def arrival_order(self) -> Sequence[int] | None:
         """The parameters' indices, in the order in which their gradients arrived on this rank. None if the order is not known.
 
-        A backward with averaging shows the order, except with `find_unused_parameters`. Rank 0's order decides the order of the
-        buckets.
+        The first backward with averaging shows the order. With `find_unused_parameters`, the order is never known. When the
+        ranks build the buckets again, all of them use the order of rank 0.
         """
         return self._arrival_order.learned
 
     @property
     def latest_error(self) -> str | None:
-        """The type and text of the latest error. None if there was no error."""
+        """The type and text of the latest error during training, for logs. None if there was no error."""
         return self._latest_error
 
     def explained(self, error: DisagreementError, where: str) -> DisagreementError:
-        """Return a clearer error if a disagreement comes from a backward that only some ranks ran.
+        """Return a clearer error if the ranks disagree because some of them ran an additional backward.
 
-        Call this method with a disagreement of a collective that does not reduce a bucket. If a backward of only some ranks is
-        the cause, the result is a copy of the error that says so and how to correct the script. Otherwise the result is `error`
-        itself.
+        Call this method with the error of a collective outside of backward, such as a broadcast of buffers. If the error's text
+        shows an additional backward, the result is a copy of `error` that says so and how to correct the script. Otherwise the
+        result is `error` itself.
 
         Args:
-            error: the disagreement.
-            where: what the collective belongs to, for the text, such as "a forward of the wrapped module".
+            error: the error of the collective.
+            where: the place of the collective in the program, for the text, such as "a forward of the wrapped module".
         """
         is_stray = error_messages.is_of_a_stray_backward(str(error))
         return error_messages.disagreement(error, where) if is_stray else error
@@ -507,18 +508,19 @@ class Reducer(Inherited):
         self._sync_policy.cancel_forward()
 
     def keep_local(self, is_local: bool) -> None:
-        """Set whether a further backward, without a forward of its own, stays local to this rank, as in `no_sync`.
+        """Set whether a backward without a new forward, such as a second backward through one graph, skips averaging.
 
-        An example is a second backward through one graph. If True, such a backward only adds to this rank's gradients. If
-        False, such a backward averages gradients, unless the latest forward ran with `synchronizes=False`. The first backward
-        after a forward with `synchronizes=True` averages in both cases. See Note [Which backward is reduced] in `sync_policy`.
+        True: such a backward only adds to this rank's gradients, as in `no_sync`. False: such a backward averages gradients,
+        unless the latest forward ran with `synchronizes=False`. In both cases, the first backward after a forward with
+        `synchronizes=True` averages gradients. See Note [Which backward is reduced] in `sync_policy`.
         """
         self._sync_policy.keep_local(is_local)
 
     def wait_at_end(self, futures: Sequence[AnyFuture]) -> None:
-        """Add futures. The next backward with averaging waits for these futures before it ends.
+        """Make the next backward with averaging wait for these futures before it ends.
 
-        For example, DDP adds the futures of a hook that synchronises buffers. If a future fails, the backward raises its error.
+        For example, DDP passes the futures of a hook that synchronises buffers. If a future fails, the backward raises the
+        future's error. A second call adds futures to those of the first call.
         """
         self._extra_futures += futures
 

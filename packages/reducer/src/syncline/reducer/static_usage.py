@@ -69,8 +69,11 @@ class StaticUsage(UsageModel):
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
         """Return the parameters whose last gradient of this backward has come. The first backward has shown how many will come.
 
-        During the first backward with averaging, return none. If a parameter gets more gradients than expected, return it again
-        with each of them. Then the reducer raises an error.
+        During the first backward with averaging, the result is empty. If a parameter gets more gradients than expected, the
+        method returns the parameter again for each additional gradient. Then the reducer raises an error.
+
+        Raises:
+            UnexpectedGradientError: a gradient that was None on every rank in the first backward now has a value.
         """
         if self._expected is None:
             self._counts.update(indices)
@@ -116,7 +119,7 @@ class StaticUsage(UsageModel):
         return range(self._count)
 
     def sync_used_map(self) -> None:
-        """In the first backward with averaging, find out which parameters any rank used. Later, do nothing.
+        """In the first backward with averaging, find out which parameters at least one rank used. Later, do nothing.
 
         Cost: an all_reduce of one byte for each parameter.
         """

@@ -80,7 +80,7 @@ class UsageModel(ABC):
 
     @abstractmethod
     def ended(self) -> Sequence[int]:
-        """Return the parameters for whose gradients the reducer must wait until the end of backward. They are ready now."""
+        """Return the parameters that become ready only now, at the end of backward. Empty if there are none."""
 
     def shadow_backward(self) -> None:  # noqa: B027 - most models need not know
         """Begin a backward that this rank does not run itself. The reducer calls this method in place of `begin`."""
@@ -93,9 +93,9 @@ class UsageModel(ABC):
         """
 
     def may_skip(self, indices: Collection[int]) -> bool:  # noqa: ARG002 - the contract's
-        """Whether the reducer leaves out the bucket of these parameters, because no rank uses them. Equal on all ranks.
+        """Whether the reducer leaves out the bucket of these parameters, because no rank uses them.
 
-        If False, the bucket is reduced. The method may wait for other ranks.
+        If False, the ranks reduce the bucket. The result is the same on all ranks. The method may wait for other ranks.
         """
         return False
 

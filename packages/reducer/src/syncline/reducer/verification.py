@@ -95,8 +95,8 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
 def telling_the_others(group: ProcessGroup) -> Iterator[None]:
     """A context for checks that may fail on some ranks only. Call `verify_same_options` after it, with the same group.
 
-    If the checks raise a MisuseError on this rank, the other ranks get a DisagreementError with its text, from
-    `verify_same_options`. Without this context, the other ranks would wait in `verify_same_options` for this rank.
+    If the checks raise a MisuseError on this rank, `verify_same_options` raises a DisagreementError on the other ranks, with
+    the text of the MisuseError. Without this context, the other ranks would wait in `verify_same_options` for this rank.
 
     Raises:
         MisuseError: the error of the checks.
