@@ -128,7 +128,7 @@ class Join:
         return self._throws
 
     def is_first(self, joinable: object) -> bool:
-        """Whether `joinable` is the first joinable of the context. Only its call of `notify_join_context` communicates."""
+        """Whether `joinable` is the first joinable of the context: the one that communicates in `notify_join_context`."""
         return joinable is self._joinables[0]
 
     @staticmethod
