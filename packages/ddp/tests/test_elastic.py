@@ -1105,8 +1105,21 @@ def test_misuse_is_named() -> None:
     run_ranks(1, body)
 
 
+def test_close_ends_the_steps_and_is_refused_within_one() -> None:
+    def body(group: ProcessGroup) -> None:
+        training = Training(group)
+        with pytest.raises(MisuseError, match="called within a step"), training.elastic.step():
+            training.elastic.close()
+        training.elastic.close()
+        with pytest.raises(MisuseError, match="after close"), training.elastic.step():
+            pass
+        training.elastic.close()
+
+    run_ranks(1, body)
+
+
 def test_a_collective_that_fails_behind_the_agreement_is_an_error() -> None:
-    """What stands behind it would be done on some ranks only."""
+    """The code after it would run on some ranks only."""
 
     def body(group: ProcessGroup) -> None:
         training = Training(group)

@@ -489,7 +489,7 @@ def test_what_it_cannot_synchronise_is_refused(make: Callable[..., object], mess
         ({"compressor": Int8(), "seed": 2**32}, "a seed from 0 to"),
         ({"compressor": Int8(), "seed": -1}, "a seed from 0 to"),
         ({"compressor": Int8}, r"a Compressor, such as Int8\(\), found <class"),
-        ({"seed": 3}, "expected a compressor beside seed=3"),
+        ({"seed": 3}, "expected a compressor, which uses seed=3"),
     ],
 )
 def test_a_compressor_and_its_seed_are_checked_at_once(settings: dict[str, Any], message: str) -> None:

@@ -41,6 +41,7 @@ class _Phase(Enum):
     AGREEING = auto()  # waits for the agreement to apply the step
     APPLYING = auto()  # the ranks have agreed to apply the step
     ENDING_EPOCH = auto()  # waits for the agreement that the epoch has ended
+    CLOSED = auto()  # after `close`
 
 
 class _NotAppliedError(Exception):
@@ -262,9 +263,12 @@ class Elastic:
             RankLostError: on all remaining ranks, if fewer than `min_ranks` are left, or more than `max_failures` were lost.
             RankGivenUpError: the other ranks have gone on without this rank.
             TransportError: a recovery took longer than `give_up_s`.
-            MisuseError: this step begins within another step, or is the second step for one batch. Or a collective failed after
-                the agreement to apply the step. Or gradients are left that are not averaged and that no optimizer has used.
+            MisuseError: this step begins within another step or after `close`, or is the second step for one batch. Or a
+                collective failed after the agreement to apply the step. Or gradients are left that are not averaged and that no
+                optimizer has used.
         """
+        if self._phase is _Phase.CLOSED:
+            raise MisuseError("a step was begun after close(): make a new Elastic")
         if self._phase is not _Phase.BETWEEN_STEPS:
             raise MisuseError("a step was begun within a step")
         # The sampler has gone on to the next batch, or divides the batch among other ranks.
@@ -306,13 +310,20 @@ class Elastic:
                 raise
             raise MisuseError(
                 f"a collective failed in step {self.applied_steps} on {self._group.place()} after the ranks had agreed to "
-                "apply it, so what stands behind it in `with elastic.step():` was not done on this rank, and perhaps on "
+                "apply it, so the rest of `with elastic.step():` did not run on this rank, and perhaps on "
                 "others. This rank cannot go on. Call collectives before optimizer.step(), or outside of the step. The loss: "
                 f"{error}"
             ) from error
 
     def close(self) -> None:
-        """End elastic training. From now on, `optimizer.step()` may run anywhere, and does not make the ranks agree first."""
+        """End elastic training. From now on, `optimizer.step()` may run anywhere, and does not make the ranks agree first.
+
+        Raises:
+            MisuseError: the call is within a step.
+        """
+        if self._phase not in (_Phase.BETWEEN_STEPS, _Phase.CLOSED):
+            raise MisuseError("close() was called within a step: call it after `with elastic.step():`")
+        self._phase = _Phase.CLOSED
         for handle in self._handles:
             handle.remove()
 

@@ -155,7 +155,9 @@ class Join:
         if self._enabled:
             for joinable in self._joinables:
                 if joinable._join is not None:
-                    raise MisuseError(f"this {type(joinable).__name__} is within a join context already: leave that one first")
+                    raise MisuseError(
+                        f"this {type(joinable).__name__} is within a join context already: end that context first"
+                    )
             for joinable in self._joinables:
                 joinable._join = self
             try:

@@ -97,7 +97,9 @@ class DiLoCoOptimizer(WrappingOptimizer):
             check_compressor(compressor)
             check_seed("seed", seed)
         elif seed:
-            raise InvalidArgumentError(f"expected a compressor beside seed={seed}, which is the compressor's, found None")
+            raise InvalidArgumentError(
+                f"expected a compressor, which uses seed={seed}, found None: pass a compressor, or leave out the seed"
+            )
         parameters = dict(named_parameters)
         _check_dtypes(parameters)
         if sites is not None and process_group is not None:
@@ -230,7 +232,9 @@ class DiLoCoOptimizer(WrappingOptimizer):
         Raises:
             MisuseError: always.
         """
-        raise MisuseError("a DiLoCoOptimizer takes no further parameters; make a new one of the larger inner optimizer")
+        raise MisuseError(
+            "a DiLoCoOptimizer takes no further parameters: add them to the inner optimizer, and make a new DiLoCoOptimizer"
+        )
 
 
 class _OuterSGD:

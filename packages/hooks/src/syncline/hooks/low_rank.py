@@ -41,7 +41,7 @@ def plan_matrix(shape: Sequence[int], rank: int, min_compression_rate: float) ->
     return MatrixPlan(rows, columns, limited if is_worth_it else 0)
 
 
-def compression_ratio(shapes: Sequence[Sequence[int]], rank: int, min_compression_rate: float = 1) -> float:
+def compression_ratio(shapes: Sequence[Sequence[int]], rank: int, min_compression_rate: float = 2) -> float:
     """Return the factor by which PowerSGD reduces the number of elements that a rank sends for these gradients.
 
     A factor of 8 means that 1/8 of the elements is sent. PowerSGD sends a gradient as a whole if compression does not make it
@@ -50,8 +50,7 @@ def compression_ratio(shapes: Sequence[Sequence[int]], rank: int, min_compressio
     Args:
         shapes: the shapes of the gradients.
         rank: the `matrix_approximation_rank` of the `PowerSGDState`.
-        min_compression_rate: the `min_compression_rate` of the `PowerSGDState`. The defaults differ: 1 here, and 2 in
-            `PowerSGDState`.
+        min_compression_rate: the `min_compression_rate` of the `PowerSGDState`.
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", 2019,
     appendix F, where `min_compression_rate` is 1.
