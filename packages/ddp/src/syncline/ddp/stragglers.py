@@ -107,7 +107,7 @@ def every_from(environ: Mapping[str, str], variable: str = EVERY_VARIABLE) -> in
     text = environ.get(variable, "")
     if not text:
         return None
-    return checked_every(int(text) if text.strip().isdigit() else text, variable)
+    return checked_every(int(text) if text.strip().isdecimal() else text, variable)
 
 
 def checked_every(every: object, name: str) -> int:

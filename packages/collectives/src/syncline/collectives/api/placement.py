@@ -41,7 +41,7 @@ def _find(group: ProcessGroup) -> Placement:
 def get_local_rank(group: ProcessGroup | None = None) -> int:
     """Return the local rank: this process's number among the ranks of the group that are on its node, from 0.
 
-    Let every rank call this function, because the first call may be a collective; see `placement_of`.
+    In some groups the first call is a collective, so every rank must call this function; see `placement_of`.
     """
     return placement_of(group).local_rank
 
@@ -49,7 +49,7 @@ def get_local_rank(group: ProcessGroup | None = None) -> int:
 def get_local_size(group: ProcessGroup | None = None) -> int:
     """Return how many ranks of the group are on this process's node.
 
-    Let every rank call this function, because the first call may be a collective; see `placement_of`.
+    In some groups the first call is a collective, so every rank must call this function; see `placement_of`.
     """
     return placement_of(group).local_world_size
 
@@ -57,7 +57,7 @@ def get_local_size(group: ProcessGroup | None = None) -> int:
 def get_node_rank(group: ProcessGroup | None = None) -> int:
     """Return the number of this process's node among the nodes of the group, from 0. Nodes are ordered by their lowest rank.
 
-    Let every rank call this function, because the first call may be a collective; see `placement_of`.
+    In some groups the first call is a collective, so every rank must call this function; see `placement_of`.
     """
     return placement_of(group).node
 

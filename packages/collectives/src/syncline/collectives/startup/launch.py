@@ -250,7 +250,7 @@ def parent_rank(environ: Mapping[str, str]) -> int | None:
     """If this process is a child of a rank, return the rank's process id, otherwise None."""
     pid, _, place = environ.get(PLACE_VARIABLE, "").partition(" ")
     # No process has taken a place, or this process has taken it, or the launcher's variables now describe another place.
-    if not pid.isdigit() or int(pid) == os.getpid() or place.split()[:1] != _place(0, environ).split()[1:2]:
+    if not pid.isdecimal() or int(pid) == os.getpid() or place.split()[:1] != _place(0, environ).split()[1:2]:
         return None
     own = _socket_number(environ)
     # If this process has another socket than the rank, a launcher inside the rank has started this process.
@@ -332,7 +332,7 @@ def check_init_method(init_method: str | None) -> str | None:
 
 def _is_srun_step(step_id: str) -> bool:
     # Ids from 0xfffffff0 on mean batch scripts and interactive shells.
-    return step_id.isdigit() and int(step_id) < 0xFFFFFFF0
+    return step_id.isdecimal() and int(step_id) < 0xFFFFFFF0
 
 
 def _is_set(launcher_env: _LauncherEnv, environ: Mapping[str, str]) -> bool:
@@ -386,4 +386,4 @@ def _number(variable: str, environ: Mapping[str, str]) -> int:
 def _number_if_plain(variable: str, environ: Mapping[str, str]) -> int | None:
     """Return the variable's number. None if the variable is not set, or has another text, such as Slurm's "4(x2),3"."""
     text = environ.get(variable, "")
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isdecimal() else None

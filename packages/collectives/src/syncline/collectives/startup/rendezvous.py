@@ -420,7 +420,7 @@ def address_by_environment(url: str, environ: Mapping[str, str]) -> Address:
     if lacks:
         raise LaunchError(f"init_method 'env://' needs {' and '.join(lacks)} in the environment; set them, or use another one")
     host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
-    if not port.isdigit() or not 0 < int(port) < 65536:
+    if not port.isdecimal() or not 0 < int(port) < 65536:
         raise LaunchError(f"expected MASTER_PORT to be a port, 1 to 65535, found {port!r}")
     return Address(host, int(port), _secret_file(parts))
 

@@ -65,7 +65,7 @@ class AlgorithmThresholds:
 
 
 def _bytes_in(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
         raise InvalidArgumentError(f"SYNCLINE_{name.upper()}: expected a positive number of bytes, found {text!r}")
     return int(text)
 

@@ -35,6 +35,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _profile(text: str) -> tuple[int, Path]:
     rank, _, path = text.partition("=")
-    if not rank.isdigit() or not path:
+    if not rank.isdecimal() or not path:
         raise InvalidArgumentError(f"--profile: expected RANK=FILE, such as 0=profile.json, found {text!r}")
     return int(rank), Path(path)

@@ -156,7 +156,7 @@ def _leave_hydra() -> None:
     MPICH's own exit handler tells this, but `os._exit` skips exit handlers.
     """
     number = os.environ.get("PMI_FD", "")
-    if number.isdigit() and "HYDI_CONTROL_FD" in os.environ:
+    if number.isdecimal() and "HYDI_CONTROL_FD" in os.environ:
         try:
             os.write(int(number), b"cmd=finalize\n")
             os.read(int(number), 64)

@@ -351,7 +351,7 @@ def _without_mpi(launch: Launch, environ: Mapping[str, str], problem: str) -> Jo
         host, key = "", environ.get("PMIX_NAMESPACE", "")
     host = environ.get("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 else host)
     port = environ.get("MASTER_PORT", "")
-    if not key and port.isdigit():
+    if not key and port.isdecimal():
         key = f"{host}:{port}"
     elif not key and nodes == 1:
         # Whoever started the ranks of one node is probably the parent of all. On another node the parent has another id.
@@ -370,7 +370,7 @@ def _without_mpi(launch: Launch, environ: Mapping[str, str], problem: str) -> Jo
         node=node,
         nodes=nodes,
         address=host,
-        port=int(port) if port.isdigit() else _FIRST_PORT + crc32(key.encode()) % _PORTS,
+        port=int(port) if port.isdecimal() else _FIRST_PORT + crc32(key.encode()) % _PORTS,
         run_id=f"{RUN_ID_PREFIX}env-{crc32(key.encode()):08x}",
         carrier=launch.launcher,
         local_cores=[cores_of_this_process()] * local_size,
@@ -447,7 +447,7 @@ def _is_own(address: str) -> bool:
 def _free_port(environ: Mapping[str, str]) -> int:
     wanted = environ.get("MASTER_PORT", "")
     try:
-        with socket.create_server(("", int(wanted) if wanted.isdigit() else 0)) as listener:
+        with socket.create_server(("", int(wanted) if wanted.isdecimal() else 0)) as listener:
             return int(listener.getsockname()[1])
     except (OSError, OverflowError):
         return free_port()

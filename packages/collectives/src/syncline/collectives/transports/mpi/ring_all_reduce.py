@@ -134,6 +134,6 @@ def largest_piece_bytes(library: str = MPI.get_vendor()[0], environ: Mapping[str
     """
     # Open MPI takes other notations, too. This function does not read them, and assumes Open MPI's default.
     given = environ.get(TCP_EAGER_LIMIT, "")
-    limit = int(given) if given.isascii() and given.isdigit() else _TCP_EAGER_BYTES
+    limit = int(given) if given.isascii() and given.isdecimal() else _TCP_EAGER_BYTES
     at_once = limit - _HEADER_BYTES if library == "Open MPI" else MOST_PIECE_BYTES
     return max(LEAST_PIECE_BYTES, min(at_once, MOST_PIECE_BYTES))

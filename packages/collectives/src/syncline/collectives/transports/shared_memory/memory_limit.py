@@ -130,7 +130,7 @@ def _limit(folder: Path, kind: _Kind) -> Limit | None:
 
 def _fields(path: Path) -> dict[str, int]:
     rows = (line.split() for line in _lines(path))
-    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
 
 
 def _lines(path: Path) -> list[str]:
