@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.health.statements import ranks_in_words
 from syncline.collectives.tensors.reduction import reduce_in_rank_order
 from syncline.collectives.testing import CHECKS
+from syncline.collectives.transports.mpi import transport as transport_module
 from syncline.collectives.transports.mpi.library import Tag
 from syncline.collectives.transports.mpi.node.node_transport import NodeTransport
 from syncline.collectives.transports.mpi.transport import PRESYNC_MIN_BYTES, MPITransport
@@ -125,6 +127,40 @@ def test_a_status_line_that_nobody_has_read_does_not_outlive_the_transport() -> 
     transport.close()
     assert not private.Iprobe(MPI.ANY_SOURCE, Tag.STATUS)
     MPI.Intracomm.Free(private)
+
+
+@pytest.mark.parametrize("numel", [4, 1 << 20])
+def test_a_message_that_was_never_received_does_not_reach_the_next_group(numel: int, caplog: pytest.LogCaptureFixture) -> None:
+    """A large message leaves its sender only when it is received."""
+    before = connect()
+    sent = [] if before.rank == 0 else [before.send(torch.full((numel,), -1.0), 0, 5, async_op=True)]
+    with caplog.at_level(logging.WARNING, "syncline.collectives"):
+        before.close()
+    others = range(1, before.size) if before.rank == 0 else ()
+    words = f"rank {before.rank} closes a group and drops 1 message(s) from rank"
+    assert [message[: len(words) + 2] for message in caplog.messages] == [f"{words} {rank}" for rank in others]
+    for work in sent:
+        assert work.is_completed()
+    group = connect()
+    for rank in others:
+        tensor = torch.empty(numel)
+        group.recv(tensor, rank, 5)
+        assert torch.equal(tensor, torch.full((numel,), float(rank)))
+    if group.rank > 0:
+        group.send(torch.full((numel,), float(group.rank)), 0, 5)
+    group.close()
+
+
+def test_if_a_rank_is_lost_while_all_close_the_communicators_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = MPI.COMM_WORLD
+    if world.Get_size() == 1:
+        return
+    monkeypatch.setattr(transport_module, "_CLOSE_S", 0.2)
+    transport = MPITransport(world.Dup())
+    if world.Get_rank() > 0:
+        transport.close()
+        assert transport._communicator != MPI.COMM_NULL
+    world.Barrier()
 
 
 def test_reproducible_reductions_are_in_rank_order() -> None:

@@ -20,6 +20,7 @@ class ReservedTag(int):
 #: The ranks of an NCCL group exchange messages over another group, on the host (CPU). These constants are the first tag of
 #: these messages, and the number of their tags. A message's topic determines its tag. Two topics may have the same tag.
 FIRST_NCCL_AGREEMENT, NCCL_AGREEMENTS = FIRST_RESERVED, 700
+LAST_MESSAGE = ReservedTag(32_763)
 CONTROL = ReservedTag(32_764)
 MONITORED_BARRIER = ReservedTag(32_765)
 TRACE_CLOCK = ReservedTag(32_766)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -12,8 +15,9 @@ from typing_extensions import override
 
 from ...engine.call import Call, Signature
 from ...engine.cancel_scope import CancelScope
-from ...engine.tags import wire_tag
+from ...engine.tags import LAST_MESSAGE, wire_tag
 from ...engine.transport import LibraryPlan, LibraryTransport, Plan, Request, Transport
+from ...errors import TransportError
 from ...health.stalls import StatusPost
 from ...reduce_op import REDUCIBLE, PremulSum, ReduceOp, Reduction, divide
 from ...tensors.layout import bytes_of
@@ -37,6 +41,8 @@ from .ring_all_reduce import RingAllReduce
 from .sync import MessageSync, Sync
 from .waiting import ARRIVAL_NAP_S, MESSAGE_NAP_S, NO_NAP_S
 
+logger = logging.getLogger("syncline.collectives")
+
 # MPI before version 4 counts in C ints. A tensor with more than `PIECE_BYTES` is sent in pieces of this size, or as one message
 # whose MPI type consists of such pieces.
 PIECE_BYTES = 1 << 30
@@ -47,6 +53,9 @@ PRESYNC_MIN_BYTES = 32 << 10
 BLOCKS_WELL = MPI.get_vendor()[0] == "Open MPI" and not is_fault_tolerant()
 
 _TAGS = 32_767  # MPI guarantees at least this many
+
+# How long a rank that closes the communicators waits for the last messages of the other ranks, which close them, too.
+_CLOSE_S = 5.0
 
 
 class MPITransport(LibraryTransport):
@@ -72,8 +81,8 @@ class MPITransport(LibraryTransport):
 
     backend_name = "mpi"
 
-    # A rank that has not closed the group may still send messages. If this rank freed its communicator, Open MPI would keep the
-    # messages, and give them to this rank's next communicator with the same number.
+    # A rank that has not closed the group may still send messages. If this rank freed its communicator, MPI would keep the
+    # messages, and give them to this rank's next communicator with the same number. See also `_drop_unreceived`.
     closes_together = True
 
     def __init__(
@@ -94,6 +103,7 @@ class MPITransport(LibraryTransport):
         with revoked_on_failure(self._private):
             self._report = report or TimeoutReport(self._private)
         self._messages = MessageSync(self._private, self._report)
+        self._sent_to: set[int] = set()
         self._starters: dict[str, Callable[..., MPI.Request]] = {}
         self._ring: RingAllReduce | None = None
         self._ring_min_bytes = 0
@@ -261,6 +271,7 @@ class MPITransport(LibraryTransport):
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
         """Start a send with `MPI_Isend`."""
         MPIRequest.free_abandoned()
+        self._sent_to.add(dst)
         with mpi_errors():
             wire = wire_tag(tag, tensor.dtype, self._largest_tag)
             return MPIRequest(self._communicator.Isend(message(tensor, PIECE_BYTES), dst, wire), tensor)
@@ -286,9 +297,54 @@ class MPITransport(LibraryTransport):
 
     def close(self) -> None:
         """Free the communicators, on all ranks. Afterwards, no rank may send a status line (see `MPIStatusPost`)."""
+        try:
+            self._drop_unreceived(Call(Signature("close"), scope=CancelScope(_CLOSE_S)))
+        except (TimeoutError, TransportError) as error:
+            # A rank has been lost meanwhile. The communicators stay until the process ends, so that nobody gets their messages.
+            logger.info("rank %d keeps the communicators of a group that it has closed: %s", self._rank, error)
+            return
         self.status_post().posted()  # receive the lines that nobody has read; see `closes_together`
         self._private.Free()
         self._communicator.Free()
+
+    def _drop_unreceived(self, call: Call) -> None:
+        """Receive and drop the messages that no rank has received, and log a warning. All ranks call this method.
+
+        MPI does not drop these messages when it frees the communicator: the next communicator with the same number gets them.
+
+        Cost: a reduction of a number for each rank, an empty message to each rank to which this rank has sent, and a barrier.
+        """
+        # [1] How many ranks have sent messages to this rank?
+        mine = array("q", [rank in self._sent_to for rank in range(self._size)])
+        senders = array("q", [0])
+        counted = ([mine, MPI.INT64_T], [senders, MPI.INT64_T])
+        self._messages.run(call, lambda: self._private.Ireduce_scatter_block(*counted))
+        # [2] MPI keeps the order of a rank's messages. So if the last message of a rank is here, all its messages are here.
+        last, nothing = wire_tag(LAST_MESSAGE, torch.uint8, self._largest_tag), [bytearray(), MPI.BYTE]
+        for rank in sorted(self._sent_to):
+            self._messages.run(call, lambda rank=rank: self._communicator.Isend(nothing, rank, last))  # type: ignore[misc]
+        for _ in range(senders[0]):
+            self._messages.run(call, lambda: self._communicator.Irecv(nothing, MPI.ANY_SOURCE, last))
+        # [3] The messages that are left were never received.
+        dropped, status = Counter[int](), MPI.Status()
+        while (found := self._communicator.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+            landing = torch.empty(status.Get_elements(MPI.BYTE), dtype=torch.uint8, device="cpu")
+            dropped[status.Get_source()] += 1
+            self._messages.run(
+                call,
+                lambda found=found, landing=landing: found.Irecv(message(landing, PIECE_BYTES)),  # type: ignore[misc]
+                longest_nap_s=MESSAGE_NAP_S,
+            )
+        for rank, number in sorted(dropped.items()):
+            logger.warning(
+                "rank %d closes a group and drops %d message(s) from rank %d that it has never received: let a recv follow "
+                "each send before the group is closed",
+                self._rank,
+                number,
+                rank,
+            )
+        # [4] The sender of a large message must call MPI until the message is received.
+        self._messages.run(call, self._private.Ibarrier)
 
     @override
     def lost_ranks(self) -> Sequence[int]:
