@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from syncline.collectives import ReduceOp
+from syncline.collectives import InvalidArgumentError, ReduceOp
 from syncline.collectives.tensors import sparse
 from syncline.collectives.work import FinishedWork, Work
 
@@ -37,3 +37,9 @@ def test_a_group_without_a_total_order_gets_no_call_from_a_callback(has_total_or
     sparse.all_reduce(group, tensor, ReduceOp.SUM, async_op=True).wait()
     assert tensor.to_dense().tolist() == [0.0, 4.0, 0.0, 3.0, 0.0]
     assert group.were_async == [has_total_order, False, False]
+
+
+def test_a_sum_of_bools_is_refused_by_its_dtype() -> None:
+    tensor = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([True]), (5,), check_invariants=True)
+    with pytest.raises(InvalidArgumentError, match=r"tensor of dtype bool cannot be reduced; pass tensor\.to_dense"):
+        sparse.all_reduce(OneRank(has_total_order=True), tensor, ReduceOp.BOR, async_op=False)

@@ -14,6 +14,7 @@ from ..health.statements import Statements, different_calls
 from ..reduce_op import PremulSum, ReduceOp, Reduction, divide
 from ..work import FinishedWork, FutureWork, TensorsFuture, Work, devices_of, fail_future, new_future
 from .layout import writing
+from .reduction import accumulation_dtype
 
 _SIGNATURE_BYTES = 512
 
@@ -39,6 +40,9 @@ class Gatherer(Protocol):
 def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
     """Add up the COO tensors of all ranks, in place. Every rank gets the same coalesced tensor, with the same bits.
 
+    float16 and bfloat16 are added in float32, and rounded once. If a tensor has an index several times, its rank first adds up
+    these elements, and rounds this sum, too.
+
     Args:
         group: the process group; all its ranks call this function.
         tensor: sparse COO. Every rank passes the same shape, dtype and number of sparse dimensions, and any elements.
@@ -46,17 +50,22 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
         async_op: if true, do not wait for the result. A group without a total order waits in any case.
 
     Raises:
-        InvalidArgumentError: `op` is another reduction.
+        InvalidArgumentError: `op` is another reduction, or the dtype is bool.
         DisagreementError: shape, dtype, number of sparse dimensions or `op` differ. All ranks raise this error.
 
     Cost: three all-gathers: of the element counts, the indices and the values, padded to the largest count.
     """
+    # For bool, `checked_reduction` has replaced SUM by BOR, so an error about `op` would not name the caller's reduction.
+    if tensor.dtype is torch.bool:
+        raise InvalidArgumentError(
+            f"all_reduce on {group.place()}: a sparse tensor of dtype bool cannot be reduced; pass tensor.to_dense()"
+        )
     if not (isinstance(op, PremulSum) or op in (ReduceOp.SUM, ReduceOp.AVG)):
         raise InvalidArgumentError(
             f"all_reduce on {group.place()}: a sparse tensor can be reduced by SUM, AVG and premul_sum, found {op.name}; "
             "pass tensor.to_dense()"
         )
-    mine = tensor.detach().coalesce()
+    mine = tensor.detach().to(accumulation_dtype(tensor.dtype)).coalesce().to(tensor.dtype)
     signature = f"all_reduce(sparse {tensor_in_words(mine)} with {mine.sparse_dim()} sparse dimension(s), op={op.name})"
     head = torch.tensor([mine.values().shape[0], crc32(signature.encode())], device=tensor.device)
     heads = [torch.empty_like(head) for _ in range(group.size)]
@@ -100,16 +109,16 @@ def _total(group: Gatherer, mine: torch.Tensor, counts: list[int], op: Reduction
 
     In a group with a total order, called in a callback of the first all-gather. See Note [One total order] in `engine.queue`.
     """
-    values = mine.values()
+    values, wide = mine.values(), accumulation_dtype(mine.dtype)
     if isinstance(op, PremulSum):
-        values = values * op.factor
+        values = values.to(wide) * op.factor
     all_indices = _gather_rows(group, mine.indices().t(), counts)
     all_values = _gather_rows(group, values, counts)
     gathered = torch.sparse_coo_tensor(all_indices.t(), all_values, mine.shape, check_invariants=True, device=mine.device)
-    total = gathered.coalesce()
+    total = gathered.to(wide).coalesce()
     if op is ReduceOp.AVG:
         divide(total.values(), group.size)
-    return total
+    return total.to(mine.dtype)
 
 
 def _gather_signatures(group: Gatherer, signature: str, device: torch.device) -> list[str]:

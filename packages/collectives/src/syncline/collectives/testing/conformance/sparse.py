@@ -35,6 +35,26 @@ def sums(group: ProcessGroup) -> None:
             torch.testing.assert_close(tensor.to_dense(), expected)
 
 
+def halves(group: ProcessGroup) -> None:
+    """Check that float16 and bfloat16 are added in float32 and rounded once: the sums of some of the ranks are no halves."""
+    for dtype, exact_below in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
+        # In the dtype itself, `exact_below` + 1 is `exact_below`. On rank 0, the index is there twice.
+        mine = [exact_below / 2, exact_below / 2] if group.rank == 0 else [1.0]
+        added = exact_below + group.size - 1
+        for op, expected in ((ReduceOp.SUM, added), (ReduceOp.AVG, added / group.size), (premul_sum(0.75), added * 0.75)):
+            tensor = torch.sparse_coo_tensor(
+                torch.zeros(1, len(mine), dtype=torch.int64), torch.tensor(mine, dtype=dtype), (4,), check_invariants=True
+            )
+            group.all_reduce(tensor, op)
+            expect(tensor.to_dense()[:1], torch.tensor([expected]).to(dtype), f"{op} of {dtype}")
+    # The sum of all ranks is too large for a float16, but their mean is not.
+    tensor = torch.sparse_coo_tensor(
+        torch.zeros(1, 1, dtype=torch.int64), torch.tensor([40000.0], dtype=torch.float16), (4,), check_invariants=True
+    )
+    group.all_reduce(tensor, ReduceOp.AVG)
+    expect(tensor.to_dense()[:1], torch.tensor([40000.0], dtype=torch.float16), "the mean of large numbers")
+
+
 def nothing_present(group: ProcessGroup) -> None:
     """Check tensors without elements, on all ranks or on all ranks except the last."""
     empty = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0, 2), (8, 2), check_invariants=True)
@@ -67,4 +87,9 @@ def _reduced(group: ProcessGroup, tensor: torch.Tensor, async_op: bool) -> None:
     group.all_reduce(tensor, async_op=async_op).wait()
 
 
-CHECKS: dict[str, Check] = {"sparse_sums": sums, "sparse_nothing_present": nothing_present, "sparse_other_shapes": other_shapes}
+CHECKS: dict[str, Check] = {
+    "sparse_sums": sums,
+    "sparse_halves": halves,
+    "sparse_nothing_present": nothing_present,
+    "sparse_other_shapes": other_shapes,
+}
