@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,3 +36,19 @@ def test_a_name_that_was_used_before_may_be_used_again() -> None:
         return sums
 
     assert run_ranks(3, body) == [[2.0, 2.0], [2.0, 2.0, 2.0], [2.0]]
+
+
+def test_integers_of_other_types_name_the_same_members() -> None:
+    store = dist.HashStore()
+
+    def body(outer: ProcessGroup) -> float:
+        transport = connect(store, outer.rank, 2, "whole", CancelScope(20))
+        group = HostGroup(transport, outer.rank, 2, name="whole", timeout_s=20)
+        part = group.subset([0, 1] if outer.rank == 0 else [np.int64(0), np.int64(1)], "part")
+        tensor = torch.ones(1)
+        part.all_reduce(tensor)
+        part.close()
+        group.close()
+        return tensor.item()
+
+    assert run_ranks(2, body) == [2.0, 2.0]

@@ -148,7 +148,7 @@ class ProcessGroup(ABC):
             op: see `ReduceOp`.
             async_op: if true, do not wait for the result.
         """
-        self._check_root("reduce", root)
+        root = self._check_root("reduce", root)
         self._check_tensors("reduce", writes=(tensor,))
         op = checked_reduction(op, tensor.dtype)
         return self._issue(Signature.of("reduce", tensor, op, root), (), (tensor,), async_op)
@@ -163,7 +163,7 @@ class ProcessGroup(ABC):
             root: the rank in this group whose tensor is copied.
             async_op: if true, do not wait for the result.
         """
-        self._check_root("broadcast", root)
+        root = self._check_root("broadcast", root)
         self._check_tensors("broadcast", writes=(tensor,))
         return self._issue(Signature.of("broadcast", tensor, root=root), (), (tensor,), async_op)
 
@@ -219,7 +219,7 @@ class ProcessGroup(ABC):
             root: the rank in this group that gets the tensors.
             async_op: if true, do not wait for the result.
         """
-        self._check_root("gather", root)
+        root = self._check_root("gather", root)
         self._refuse_if("gather", checks.no_tensors({"tensor": tensor, "outputs": outputs}, only_on_root="outputs"))
         self._check_tensors("gather", reads=(tensor,), writes=outputs or ())
         self._check_on_root("gather", "outputs", outputs, tensor, root)
@@ -242,7 +242,7 @@ class ProcessGroup(ABC):
             root: the rank in this group that sends the tensors.
             async_op: if true, do not wait for the result.
         """
-        self._check_root("scatter", root)
+        root = self._check_root("scatter", root)
         self._refuse_if("scatter", checks.no_tensors({"tensor": tensor, "inputs": inputs}, only_on_root="inputs"))
         self._check_tensors("scatter", reads=inputs or (), writes=(tensor,))
         self._check_on_root("scatter", "inputs", inputs, tensor, root)
@@ -374,7 +374,8 @@ class ProcessGroup(ABC):
                 for the receiver.
         """
         self.check_transfer("send", tensor, dst, tag)
-        return self._send(tensor, dst, tag, async_op)
+        # Integers of other libraries may be narrow: the tag on the wire would not fit into an int8 of NumPy.
+        return self._send(tensor, int(dst), int(tag), async_op)
 
     @public_call
     def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, *, async_op: bool = False) -> Work:
@@ -388,7 +389,7 @@ class ProcessGroup(ABC):
             async_op: if true, do not wait for the tensor.
         """
         self.check_transfer("recv", tensor, src, tag)
-        return self._recv(tensor, src, tag, async_op)
+        return self._recv(tensor, None if src is None else int(src), int(tag), async_op)
 
     def check_transfer(self, name: str, tensor: torch.Tensor, peer: int | None, tag: int) -> None:
         """Check the arguments of a `send` or `recv`, but begin no transfer.
@@ -434,11 +435,12 @@ class ProcessGroup(ABC):
         Returns:
             The new group, or None if `color` is None.
         """
-        if color is not None and not (checks.is_integer(color) and 0 <= color < 2**63):
+        if color is not None and not (checks.is_integer(color) and 0 <= int(color) < 2**63):
             self._refuse_if("split", f"expected a color of 0 or above (64 bits), or None, found {color!r}")
-        if key is not None and not (checks.is_integer(key) and -(2**63) <= key < 2**63):
+        if key is not None and not (checks.is_integer(key) and -(2**63) <= int(key) < 2**63):
             self._refuse_if("split", f"expected a key that is an integer of 64 bits, or None, found {key!r}")
-        made = self._split(color, self.rank if key is None else key, seconds(timeout_s, self.timeout_s))
+        color, key = None if color is None else int(color), self.rank if key is None else int(key)
+        made = self._split(color, key, seconds(timeout_s, self.timeout_s))
         # `hosts` has an entry for each rank of the default group, so it fits every new group.
         if made is not None:
             made.hosts = self.hosts
@@ -463,7 +465,7 @@ class ProcessGroup(ABC):
             or self.rank not in members
         ):
             self._refuse_if("subset", f"expected ranks in 0..{self.size - 1}, each once, this one among them, found {members}")
-        made = self._subset(list(members), name, seconds(timeout_s, self.timeout_s))
+        made = self._subset([int(rank) for rank in members], name, seconds(timeout_s, self.timeout_s))
         made.hosts = self.hosts
         return made
 
@@ -773,9 +775,11 @@ class ProcessGroup(ABC):
         if problem is not None:
             raise InvalidArgumentError(f"{collective} on {self.place()}: {problem}")
 
-    def _check_root(self, collective: str, root: int) -> None:
+    def _check_root(self, collective: str, root: int) -> int:
         if not checks.is_integer(root) or not 0 <= root < self.size:
             self._refuse_if(collective, f"expected a root in 0..{self.size - 1}, found {root!r}")
+        # An integer of another library would have another digest on this rank, because the digest is made of the text.
+        return int(root)
 
     def _check_on_root(
         self, collective: str, what: str, tensors: Sequence[torch.Tensor] | None, like: torch.Tensor, root: int

@@ -60,6 +60,7 @@ def new_subgroups(
         raise InvalidArgumentError(
             f"expected a group_size that divides the {parent.size} ranks of group '{parent.name}', found {group_size!r}"
         )
+    group_size = int(group_size)
     timeout_s = seconds(timeout, parent.timeout_s)
     verify_request(parent, f"new_subgroups({group_size})")
     made = parent.split(parent.rank // group_size, timeout_s=timeout_s)
@@ -117,7 +118,7 @@ def different_requests(requests: Sequence[str], place: str) -> str:
 
 def _sorted(ranks: Iterable[int]) -> list[int]:
     try:
-        return sorted(operator.index(rank) for rank in ranks)
+        return sorted(int(operator.index(rank)) for rank in ranks)  # `int`: the ranks compare texts, and a bool has another
     except TypeError as error:
         raise InvalidArgumentError(f"expected a list of ranks, found {ranks!r}") from error
 

@@ -345,7 +345,7 @@ class HostGroup(EngineGroup):
             with torch.inference_mode(False):  # a tensor made in inference mode cannot hold gradients
                 made.append(self._transport.allocate(numel, dtype, call))
 
-        self._start(Signature("allocate", detail=f"numel={numel}, dtype={dtype}"), (), (), body)
+        self._start(Signature("allocate", detail=f"numel={int(numel)}, dtype={dtype}"), (), (), body)
         return made[0]
 
     # ---- two ranks ----

@@ -44,7 +44,11 @@ def both_send_first(group: ProcessGroup) -> None:
 
 
 def tags(group: ProcessGroup) -> None:
-    """Check that a receive gets the message with its tag, even if a message with another tag was sent first."""
+    """Check that a receive gets the message with its tag, even if a message with another tag was sent first.
+
+    A sender passes one of the tags as an integer of 8 bits.
+    """
+    narrow: int = torch.tensor(8, dtype=torch.int8)  # type: ignore[assignment]
     if group.rank == 0:
         for peer in range(1, group.size):
             second, first = torch.zeros(3), torch.zeros(3)
@@ -55,7 +59,7 @@ def tags(group: ProcessGroup) -> None:
     else:
         works = [
             group.send(values((3,), group.rank), 0, tag=7, async_op=True),
-            group.send(values((3,), group.rank + 10), 0, tag=8, async_op=True),
+            group.send(values((3,), group.rank + 10), 0, tag=narrow, async_op=True),
         ]
         for work in works:
             work.wait()

@@ -72,7 +72,27 @@ def scatter_every_layout(group: ProcessGroup) -> None:
         mine.expect(values(layout.shape, group.rank))
 
 
+def roots_of_other_types(group: ProcessGroup) -> None:
+    """Check that integers of other types are the same root: an int on even ranks, a tensor on odd ranks."""
+    for root in range(group.size):
+        given: int = root if group.rank % 2 == 0 else torch.tensor(root)  # type: ignore[assignment]
+        tensor = values((13,), group.rank)
+        group.broadcast(tensor, given)
+        expect(tensor, values((13,), root), f"broadcast from rank {root}")
+        tensor = terms((13,), group.rank)
+        group.reduce(tensor, given)
+        if group.rank == root:
+            expect(tensor, sum_of_terms((13,), group.size), f"reduce to rank {root}")
+        block = [torch.zeros(13) for _ in range(group.size)] if group.rank == root else None
+        group.gather(values((13,), group.rank), block, given)
+        tensor = torch.zeros(13)
+        group.scatter(tensor, block, given)
+        expect(tensor, values((13,), group.rank), f"scatter from rank {root} of what it has gathered")
+    group.barrier()  # the ranks compare the calls here, if they have not done it before
+
+
 CHECKS: dict[str, Check] = {
+    "roots_of_other_types": roots_of_other_types,
     "reduce_every_root_and_dtype": reduce_every_root_and_dtype,
     "reduce_every_layout": reduce_every_layout,
     "gather_every_root_and_dtype": gather_every_root_and_dtype,

@@ -35,6 +35,15 @@ def without_color(group: ProcessGroup) -> None:
     expect_raises(InvalidArgumentError, partial(group.split, -1), "a negative color", "color")
 
 
+def colors_of_other_types(group: ProcessGroup) -> None:
+    """Check that integers of other types are the same color: an int on even ranks, a tensor on odd ranks."""
+    color: int = 3 if group.rank % 2 == 0 else torch.tensor(3)  # type: ignore[assignment]
+    part = group.split(color, torch.tensor(-group.rank))  # type: ignore[arg-type]
+    assert part is not None
+    expect_equal(part.ranks, tuple(group.ranks[::-1]), "ranks of the part")
+    part.close()
+
+
 def nested_and_together(group: ProcessGroup) -> None:
     """Check the split of a group that `split` has made, and collectives in flight on both."""
     part = group.split(0, group.rank)
@@ -58,6 +67,7 @@ def nested_and_together(group: ProcessGroup) -> None:
 
 CHECKS: dict[str, Check] = {
     "subgroups_by_color": by_color,
+    "subgroups_colors_of_other_types": colors_of_other_types,
     "subgroups_without_color": without_color,
     "subgroups_nested_and_together": nested_and_together,
 }
