@@ -120,6 +120,13 @@ def test_a_fork_may_make_a_group_of_its_own(tmp_path: Path) -> None:
         sc.destroy_process_group()
 
 
+def test_a_fork_says_nothing_of_a_group_that_was_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    group = sc.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    sc.destroy_process_group()
+    assert in_fork(lambda: caplog.messages) == []
+    assert group.rank == 0
+
+
 def test_mpi_is_not_started_in_the_name_of_a_rank() -> None:
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")
     groups = create_groups(1)

@@ -193,7 +193,9 @@ class GlooTransport(LibraryTransport):
         """Keep the torch group for ever, because its destructor would wait for collectives in flight."""
         # Keep it even when the interpreter ends: two ranks that gave up one collective would wait for each other at exit.
         _open.discard(self)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        # After `close` there is no torch group. A process may still fork, or abort the group.
+        if self._connected is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connected))
 
     @override
     def leave_to_parent(self) -> None:
