@@ -193,7 +193,8 @@ class Work(ABC):
             Always true, as in torch.distributed.
 
         Raises:
-            CollectiveTimeout: `timeout` was reached. The collective itself goes on.
+            CollectiveTimeout: `timeout` was reached. The collective itself goes on. But a send or receive over Gloo fails: Gloo
+                closes the connection between the two ranks, and later calls of the group fail, too.
             SynclineError: the collective failed.
         """
 

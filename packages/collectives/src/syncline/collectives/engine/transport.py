@@ -27,7 +27,8 @@ class Request(ABC):
         """Block until the request is over. Only one thread at a time calls this method.
 
         Raises:
-            TimeoutError: the scope's time limit was reached. The caller may wait again.
+            TimeoutError: the scope's time limit was reached. The caller may wait again. But over Gloo the next wait raises a
+                `TransportError`, because Gloo closes the connection.
             TransportError: the transfer failed.
             BaseException: the scope was cancelled with this error.
         """

@@ -55,6 +55,15 @@ class TorchRequest(Request):
 
 def mapped(error: RuntimeError) -> TransportError:
     """Turn an error of torch.distributed into a `CollectiveTimeout` or another `TransportError`."""
+    # Gloo says "Application timeout caused pair closure" in each later call over the connection, also in one that did not wait.
+    if "caused pair closure" in str(error):
+        return TransportError(
+            with_details(
+                "Gloo has closed the connection because an earlier send, receive or collective over it timed out on this rank; "
+                "give that one a longer time limit, and make a new group",
+                str(error),
+            )
+        )
     timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
     kind = CollectiveTimeout if timed_out else TransportError
     return kind(with_details("torch.distributed reported an error; look for the rank that failed first", str(error)))

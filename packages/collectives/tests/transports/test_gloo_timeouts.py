@@ -1,0 +1,38 @@
+"""What calls over Gloo say after a transfer has timed out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from syncline.collectives import CollectiveTimeout, ProcessGroup, TransportError
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.engine.host_group import HostGroup
+from syncline.collectives.testing import run_ranks
+from syncline.collectives.transports.gloo import connect
+
+pytestmark = pytest.mark.ranks
+
+
+def test_calls_after_a_transfer_that_timed_out_say_that_the_connection_is_closed() -> None:
+    store = dist.HashStore()
+
+    def body(outer: ProcessGroup) -> None:
+        transport = connect(store, outer.rank, 2, "whole", CancelScope(20))
+        group = HostGroup(transport, outer.rank, 2, name="whole", timeout_s=20)
+        if outer.rank == 0:
+            work = group.recv(torch.zeros(4), 1, async_op=True)
+            with pytest.raises(CollectiveTimeout, match=r"recv.* was not over within 0\.1 s"):
+                work.wait(0.1)
+            calls: dict[str, Callable[[], object]] = {"recv": work.wait, "all_reduce": lambda: group.all_reduce(torch.ones(1))}
+            for name, call in calls.items():
+                with pytest.raises(TransportError, match=f"^{name}.* because an earlier send, receive or coll") as raised:
+                    call()
+                assert not isinstance(raised.value, CollectiveTimeout)
+        outer.barrier()
+        group.abort()
+
+    run_ranks(2, body)
