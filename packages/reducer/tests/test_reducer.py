@@ -876,7 +876,7 @@ def test_create_graph_says_what_it_does_not_do() -> None:
         parameters = make_parameters((3,))
         reducer = Reducer(parameters, group)
         reducer.prepare_for_backward()
-        with pytest.warns(UserWarning, match="the reduction is not differentiated through"):
+        with pytest.warns(UserWarning, match="already divided by the number of ranks: add up the parts of all ranks"):
             (parameters[0][1] ** 3).sum().backward(create_graph=True)
         parameters[0][1].grad = None
 

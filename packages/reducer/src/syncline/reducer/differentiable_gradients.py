@@ -36,7 +36,8 @@ def averaged(local: torch.Tensor, reduced: torch.Tensor, world_size: int) -> tor
 def warn_of_graph() -> None:
     """Warn that second derivatives are not averaged, as torch's DistributedDataParallel does."""
     warnings.warn(
-        "backward(create_graph=True): the gradients are averaged, but the reduction is not differentiated through. What is "
-        "derived from them is derived from this rank's loss alone, and has to be averaged by its own backward",
+        "backward(create_graph=True): the gradients are averaged, but the reduction is not differentiated through. A "
+        "second derivative has only the part of this rank's loss, already divided by the number of ranks: add up the parts of "
+        "all ranks yourself",
         stacklevel=2,
     )
