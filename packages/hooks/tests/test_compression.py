@@ -173,6 +173,16 @@ def test_seeds_that_differ_between_ranks_are_refused() -> None:
     run_ranks(2, body)
 
 
+def test_seeds_that_have_no_effect_may_differ() -> None:
+    def body(group: ProcessGroup) -> torch.Tensor:
+        known = parameters()
+        state = CompressionState(TopK(0.1), random_seed=group.rank, named_parameters=known.items())
+        return reduce(state, group, gradients(group.rank, 0), known).buffer()
+
+    first, second = run_ranks(2, body)
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize(
     ("compressor", "nbytes"),
     [

@@ -161,6 +161,22 @@ def test_a_mark_is_for_the_first_call_and_none_that_a_callback_issues() -> None:
     run_ranks(2, body)
 
 
+def test_over_a_group_of_torch_all_marks_since_the_last_comparison_are_shown() -> None:
+    """The mark that differs need not be the last one."""
+
+    def body(group: ProcessGroup) -> None:
+        call(group, "before", torch.ones(4))
+        with group.marked(f"forward {group.rank}"):
+            group.all_reduce(torch.ones(4))
+        with pytest.raises(DisagreementError) as caught:
+            call(group, "the same", torch.ones(4))
+        for rank in range(2):
+            assert re.search(rf"rank {rank}\b[^;]*forward {rank}, the same", str(caught.value)), caught.value
+        assert "before" not in str(caught.value)
+
+    of_torch(2, body)
+
+
 def test_inside_another_mark_the_first_call_gets_both() -> None:
     def body(group: ProcessGroup) -> None:
         with group.marked("outer"):

@@ -9,13 +9,13 @@ import torch
 
 from syncline.collectives import MisuseError
 
-from .compressor import Compressor, check_compressor
+from .compressor import Compressor, check_compressor, start_exchange
 from .contract import Bucket, TensorFuture, communication_hook, floating_buffer, group_of
 from .error_feedback import ErrorFeedback
 from .low_precision import math_dtype
 from .parameter_names import ParameterNames
 from .saved_state import FORMAT, Origin, check_kind, check_parameters
-from .seeds import SharedSeeds, check_seed, seed_mark
+from .seeds import SharedSeeds, check_seed
 from .stages import finished
 from .statistics import HookStatistics
 
@@ -153,8 +153,7 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     with torch.no_grad(), state.statistics.stage("compress"):
         message, gradients = _compressed(state, bucket, seed)
     state.statistics.sends(buffer.nbytes, message.nbytes)
-    with group.marked(seed_mark(seed)):
-        work, messages = state.compressor.exchange(group, message)
+    work, messages = start_exchange(state.compressor, group, message, seed)
 
     def decompress(done: torch.futures.Future[Any]) -> torch.Tensor:
         done.value()

@@ -18,7 +18,12 @@ class Compressor(ABC):
     Write a subclass for a compression of your own, and pass an instance to `CompressionState`. A compressor keeps no state
     between calls. The length of a message must depend only on the gradients' shapes and dtype, because one collective transfers
     the messages of all ranks.
+
+    Attributes:
+        uses_seed: whether the results depend on the seed. Then the ranks compare their seeds when they exchange messages.
     """
+
+    uses_seed = True
 
     @property
     @abstractmethod
@@ -93,6 +98,18 @@ class LinearCompressor(Compressor):
         """
         mean = message.clone()
         return group.all_reduce(mean, ReduceOp.AVG, async_op=True), mean.unsqueeze(0)
+
+
+def start_exchange(compressor: Compressor, group: ProcessGroup, message: torch.Tensor, seed: int) -> tuple[Work, torch.Tensor]:
+    """Call `compressor.exchange`. If the compressor uses seeds, the ranks also compare their seeds.
+
+    With seeds that differ, for example because only one rank has loaded a saved state, each rank would get another mean. Over
+    a group of torch, only Syncline's DDP makes this comparison.
+    """
+    if not compressor.uses_seed:
+        return compressor.exchange(group, message)
+    with group.marked(f"random seed {seed}"):
+        return compressor.exchange(group, message)
 
 
 def check_compressor(compressor: object) -> None:

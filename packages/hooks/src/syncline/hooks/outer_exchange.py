@@ -9,11 +9,11 @@ import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp, Work, broadcast_coalesced
 
-from .compressor import Compressor
+from .compressor import Compressor, start_exchange
 from .error_feedback import ErrorFeedback
 from .low_precision import math_dtype
 from .saved_state import Origin
-from .seeds import SharedSeeds, seed_mark
+from .seeds import SharedSeeds
 from .sites import Sites
 from .statistics import HookStatistics
 
@@ -125,8 +125,7 @@ class OuterExchange:
             errors = [torch.nan_to_num_(whole - part, 0.0, 0.0, 0.0) for whole, part in zip(differences, sent, strict=True)]
             self.error_feedback.remember(names, errors)
         self.statistics.sends(sum(parameter.nbytes for parameter in parameters), message.nbytes)
-        with group.marked(seed_mark(seed)):
-            work, messages = compressor.exchange(group, message)
+        work, messages = start_exchange(compressor, group, message, seed)
         return _CompressedAverage(work, messages, compressor, copies, seed)
 
 

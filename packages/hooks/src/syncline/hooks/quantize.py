@@ -18,6 +18,8 @@ class _Symmetric(Compressor):
     _bits: int
     _largest: int
 
+    uses_seed = False
+
     def __init__(self, *, per_channel: bool = False) -> None:
         self._per_channel = per_channel
 
@@ -116,6 +118,8 @@ class OneBit(Compressor):
     Bytes sent by each rank: 1 for 8 numbers, rounded up for each tensor, and 4 (8 for float64) for each mean magnitude. A rank
     receives the same number of bytes from every other rank.
     """
+
+    uses_seed = False
 
     @property
     def name(self) -> str:

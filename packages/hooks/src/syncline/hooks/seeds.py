@@ -22,14 +22,6 @@ def check_seed(name: str, seed: int) -> None:
         raise InvalidArgumentError(f"expected a {name} from 0 to 2**32 - 1, found {seed}")
 
 
-def seed_mark(seed: int) -> str:
-    """Return a mark for a collective whose result each rank decompresses with `seed`; see `ProcessGroup.marked`.
-
-    With seeds that differ, for example if only one rank has loaded a saved state, each rank would get another result.
-    """
-    return f"random seed {seed}"
-
-
 class SharedSeeds:
     """Draws the numbers of `numpy.random.RandomState(seed).randint(1_000_000_000)`, which torch's PowerSGD uses as seeds.
 

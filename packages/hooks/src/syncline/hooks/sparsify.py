@@ -32,6 +32,8 @@ class TopK(Compressor):
         InvalidArgumentError: the fraction is out of its range.
     """
 
+    uses_seed = False
+
     def __init__(self, fraction: float) -> None:
         self._fraction = _checked(fraction)
 

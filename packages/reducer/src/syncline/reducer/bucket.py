@@ -62,8 +62,8 @@ class Bucket:
         buffer   | view of fc.weight | view of fc.bias | view of conv.weight |     numel = the sum of the views' numels
 
     A view has the shape of its parameter, and its strides if the parameter's elements fill their memory without gaps (also
-    channels-last). `layouts` are the parameters' layouts that all ranks have compared. A view does not follow a later change of
-    its parameter, because only some ranks may have this change, and equal elements must be at equal places of the buffer.
+    channels-last). A view does not follow a later change of its parameter, because only some ranks may have this change, and
+    equal elements must be at equal places of the buffer.
 
     Attributes:
         indices: the parameters' indices in the reducer.
@@ -80,13 +80,12 @@ class Bucket:
         names: Sequence[str],
         group: ProcessGroup,
         *,
-        layouts: Sequence[Layout],
         as_view: bool = False,
     ) -> None:
         self.indices = list(indices)
         self.parameters = list(parameters)
         self.names = list(names)
-        self._layouts = list(layouts)
+        self._layouts = list(map(Layout.of, self.parameters))
         self._place = group.place()
         self._world_size = group.size
         self._as_view = as_view

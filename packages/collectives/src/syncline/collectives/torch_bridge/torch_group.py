@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,9 @@ _REDUCED_AS = {torch.int16: torch.int32, **dict.fromkeys(HALVES, torch.float32),
 # With fewer ranks than this, sending halves to every other rank (for p ranks, 2 (p - 1) bytes for each element) is cheaper than
 # a ring of float32 (8 (p - 1) / p bytes).
 _RING_FROM_RANKS = 4
+
+# An error shows at most this many marks of each rank.
+_MOST_MARKS = 16
 
 
 def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
@@ -102,7 +106,7 @@ class TorchGroup(ProcessGroup):
         self._device_types = frozenset({"cpu", "cuda"} if served is None else (device.type for device in served))
         self._marks_said, self._marks_compared = 0, 0  # the number of marks set, and of marks compared
         self._marks_digest = 0
-        self._latest_mark = ""
+        self._latest_marks: deque[str] = deque(maxlen=_MOST_MARKS)  # since the last comparison, for the error
 
     @property
     @override
@@ -151,7 +155,8 @@ class TorchGroup(ProcessGroup):
         In this class, `agree_on_calls` compares only the marks of the ranks, not their calls.
         """
         self._marks_said += 1
-        self._latest_mark, self._marks_digest = mark, crc32(f"{mark}\n".encode(), self._marks_digest)
+        self._latest_marks.append(mark)
+        self._marks_digest = crc32(f"{mark}\n".encode(), self._marks_digest)
         yield
 
     @override
@@ -169,7 +174,8 @@ class TorchGroup(ProcessGroup):
         if self.size == 1 or self._marks_said == self._marks_compared or "cpu" not in self._device_types:
             return None
         self._marks_compared = self._marks_said
-        mark, digest = self._latest_mark, self._marks_digest
+        marks, digest = ", ".join(self._latest_marks), self._marks_digest
+        self._latest_marks.clear()
         # MAX of these two gives the largest and the smallest digest, in one reduction.
         numbers = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
         options = dist.AllreduceOptions()
@@ -178,8 +184,8 @@ class TorchGroup(ProcessGroup):
         def compare() -> None:
             if numbers[0] != -numbers[1]:
                 # All ranks see the same two numbers, so all of them take part in this all-gather.
-                said = all_gather_bytes(mark.encode(), group=self)
-                raise different_calls(Statements.of([f"a call with the mark: {text.decode()}" for text in said]))
+                said = all_gather_bytes(marks.encode(), group=self)
+                raise different_calls(Statements.of([f"calls with the marks: {text.decode()}" for text in said]))
 
         return self._work([], self.torch_group.allreduce([numbers], options), compare, async_op)
 
