@@ -336,7 +336,7 @@ class ProcessGroup(ABC):
         """Send a part of the rows of `tensor` to each rank, and receive rows from each rank into `output`.
 
         Args:
-            output: the dtype of `tensor`, and rows of the same shape as in `tensor`. Overwritten.
+            output: overwritten with the received rows. Has the dtype of `tensor`, and rows of the same shape as `tensor`.
             tensor: at least one dimension. The first dimension counts the rows. Only read.
             output_split_sizes: entry r is the number of rows that this rank receives from rank r. None means equal numbers.
             input_split_sizes: entry r is the number of rows that this rank sends to rank r. None means equal numbers.
@@ -560,12 +560,14 @@ class ProcessGroup(ABC):
         """Check that all ranks have called the same collectives since the group was made. All ranks call this method.
 
         Returns:
-            The work of the comparison. None if the caller has nothing to wait for: the group compares each call anyway, or
-                cannot compare calls, or compares them on another thread (over NCCL, with `async_op=True`).
+            The work of the comparison. None if there is nothing to wait for, for one of three reasons: the group compares each
+                call before it starts; the group cannot compare calls, so this method checks nothing; or another thread compares
+                the calls (over NCCL, with `async_op=True`).
 
         Raises:
             DisagreementError: the ranks called different collectives, so results are wrong. All ranks raise this error. With
-                `async_op=True`, the work's `wait` raises the error instead; over NCCL, the group fails with this error.
+                `async_op=True`, this method does not raise it. Instead, the work's `wait` raises it. Over NCCL there is no such
+                work, and the group fails: its next call raises an error.
         """
         return None
 
@@ -641,10 +643,10 @@ class ProcessGroup(ABC):
         return False
 
     def beside(self, host: ProcessGroup) -> ProcessGroup:
-        """Return a group that replaces this group after a loss: a group like this one, with the ranks of `host`.
+        """After the loss of a rank, return a group that replaces this group. The new group has the ranks of `host`.
 
-        `host` is the new group that replaces an older host group. The ranks find each other through `host`. Call this method
-        only if `meets_in` is true for the older host group. Abort this group first.
+        `host` is a group without the lost rank. It replaces the host group through which the ranks of this group had found
+        each other. Call this method only if `meets_in` is true for the earlier host group. Abort this group first.
         """
         raise NotImplementedError  # only called if `meets_in` is true
 
@@ -688,10 +690,10 @@ class ProcessGroup(ABC):
         `allocate` afterwards.
 
         Args:
-            silence_timeout_s: on a member, how long to wait for another member that may still run, in seconds; see `shrink`. On
-                a newcomer, how long to wait to be let in, in seconds.
-            limit: the largest number of newcomers to let in, 0 or above, in the order in which they came. None lets all
-                newcomers in.
+            silence_timeout_s: on a member, how many seconds to wait for another member that is not known to have ended, but
+                does not call `admit`; see `shrink`. On a newcomer, how many seconds to wait until the members let it in.
+            limit: at most this number of newcomers enter the group, those that came first. 0 or above. None: all newcomers
+                enter.
 
         Returns:
             The new group, with the name and the time limit of this group.

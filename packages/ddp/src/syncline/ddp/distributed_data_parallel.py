@@ -650,11 +650,14 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         recording.finish()
 
     def watch_stragglers(self, every: int) -> None:
-        """Find slow ranks: every `every` steps, rank 0 logs which rank was last most often, and by how much time.
+        """Find slow ranks: after every `every` steps, rank 0 logs which rank was last in the most steps.
+
+        A rank is last in a step if its last gradient comes later than the last gradients of all other ranks. The line in
+        the log says in how many steps this rank was last, and the median of its delays.
 
         Every rank calls this method with the same number. Instead, you can set the number in the environment variable
-        `SYNCLINE_STRAGGLERS`. The lines end when a join context begins. After `update_process_group` they go on if all ranks of
-        the new group have the same number.
+        `SYNCLINE_STRAGGLERS`. When a join context begins, rank 0 stops logging these lines. After `update_process_group`, rank
+        0 goes on if all ranks of the new group have the same number.
 
         Args:
             every: the number of steps between two lines of the log. A step is a backward that averages gradients.
@@ -680,8 +683,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         parameter that differs. Otherwise training continues. Buffers are not compared.
 
         Every rank calls this method with the same number. Instead, you can set the number in the environment variable
-        `SYNCLINE_CHECK_REPLICAS`. The checks end when a join context begins. After `update_process_group` they go on if all
-        ranks of the new group have the same number.
+        `SYNCLINE_CHECK_REPLICAS`. When a join context begins, the ranks stop checking. After `update_process_group`, the ranks
+        go on if all ranks of the new group have the same number.
 
         Args:
             every: the number of steps between two checks. A step is a backward that averages gradients.

@@ -110,7 +110,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._rank, self._ranks = rank, ranks
 
     def advance(self) -> None:
-        """Count the present batch as applied, and go to the next batch."""
+        """Count the present batch as applied (all ranks have used it in `optimizer.step()`). Go to the next batch."""
         self.applied += 1
 
     def state_dict(self) -> dict[str, int]:

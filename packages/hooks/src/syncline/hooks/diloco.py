@@ -24,7 +24,7 @@ _KIND = "DiLoCo"
 
 
 class DiLoCoOptimizer(WrappingOptimizer):
-    """Steps an inner optimizer without communication, and moves all replicas towards their average every `sync_every` steps.
+    """An optimizer that steps an inner optimizer, and moves all replicas towards their average every `sync_every` steps.
 
         inner steps 1 .. H      each replica alone, on its own data: nothing is communicated
         outer gradient          the parameters after the latest synchronisation, minus the present average of all replicas
@@ -124,7 +124,7 @@ class DiLoCoOptimizer(WrappingOptimizer):
 
     @property
     def statistics(self) -> HookStatistics:
-        """The bytes that this rank has sent to average parameters, and the bytes of these parameters before compression.
+        """Counts the bytes of the averages of parameters: those that this rank has sent, and those before compression.
 
         Broadcasts do not count. `seconds_by_stage` stays empty.
         """

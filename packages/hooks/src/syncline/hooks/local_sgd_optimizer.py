@@ -13,7 +13,9 @@ from .wrapping_optimizer import WrappingOptimizer
 
 
 class PostLocalSGDOptimizer(WrappingOptimizer):
-    """Steps a local optimizer, and averages the replicas after some of the steps. Use it together with `post_localSGD_hook`.
+    """An optimizer that steps a local optimizer, and averages the replicas after some of the steps.
+
+    Use this optimizer together with `post_localSGD_hook`.
 
     The averager's `warmup_steps` must be equal to `start_localSGD_iter` of the `PostLocalSGDState`.
 

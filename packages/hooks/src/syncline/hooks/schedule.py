@@ -115,9 +115,9 @@ class ScheduleState:
         self.phases.append(Phase(self.iter, hook, state))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: the number of steps so far, and the saved states of the phases. See `saved_state`.
+        """Return what a checkpoint needs: the number of steps so far, and the results of the phases' own `state_dict`.
 
-        The result contains the state of each phase whose state has the methods `state_dict` and `load_state_dict`.
+        A phase whose `state` lacks the methods `state_dict` and `load_state_dict` is left out. See `saved_state`.
         """
         saved = {str(number): phase.state.state_dict() for number, phase in enumerate(self.phases) if _can_be_saved(phase)}
         return {"kind": _KIND, "format": FORMAT, "iter": self.iter, "first_steps": self._first_steps(), "states": saved}

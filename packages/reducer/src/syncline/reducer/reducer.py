@@ -528,9 +528,10 @@ class Reducer(Inherited):
 
     @property
     def needs_everyone(self) -> bool:
-        """Whether every rank must have gradients in the next backward with averaging. `shadow_backward` is then an error.
+        """Whether every rank must itself run the next backward with averaging. If True, `shadow_backward` raises an error.
 
-        True with `static_graph` until the ranks have agreed on the graph, in the first backward. Otherwise False.
+        With `static_graph=True`, the value is True until the first backward with averaging has ended. In this backward the
+        ranks agree on the graph. In all other cases, the value is False.
         """
         return self._usage.needs_everyone
 

@@ -18,11 +18,11 @@ class StaticUsage(UsageModel):
 
     "The first backward" is the first backward that averages gradients. A parameter may get no gradient, or several gradients
     (from re-entrant checkpoints). All gradients of the first backward are reduced at its end. Then the ranks also agree on the
-    parameters that at least one rank uses. Later, a parameter is ready when its last gradient has come.
+    parameters that at least one rank uses. In later backwards, a parameter is ready as soon as its last gradient has come.
 
-    A backward inside `no_sync` may leave out parameters. Before the first backward, it may also use parameters that the first
-    backward does not use. Their gradients are averaged once, together with the gradients of the first backward. After the first
-    backward, a gradient of such a parameter is an error.
+    A backward inside `no_sync` may leave out parameters. If a backward inside `no_sync` runs before the first backward, it may
+    also use parameters that the first backward does not use. The gradients of these parameters are averaged once, together with
+    the gradients of the first backward. Later, a gradient of such a parameter is an error.
     """
 
     hint_missing = (

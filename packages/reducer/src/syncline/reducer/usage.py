@@ -47,9 +47,9 @@ class UsageModel(ABC):
 
     @property
     def needs_everyone(self) -> bool:
-        """Whether every rank must have gradients in the next backward with averaging.
+        """Whether every rank must itself run the next backward with averaging.
 
-        If True, no rank may call `Reducer.shadow_backward` for this backward.
+        If True, no rank may call `Reducer.shadow_backward` in place of this backward.
         """
         return False
 
@@ -80,7 +80,7 @@ class UsageModel(ABC):
 
     @abstractmethod
     def ended(self) -> Sequence[int]:
-        """Return the parameters that become ready only now, at the end of backward. Empty if there are none."""
+        """Return the parameters whose gradients are final only because backward has ended. Empty if there are none."""
 
     def shadow_backward(self) -> None:  # noqa: B027 - most models need not know
         """Begin a backward that this rank does not run itself. The reducer calls this method in place of `begin`."""
@@ -95,7 +95,7 @@ class UsageModel(ABC):
     def may_skip(self, indices: Collection[int]) -> bool:  # noqa: ARG002 - the contract's
         """Whether the reducer leaves out the bucket of these parameters, because no rank uses them.
 
-        If False, the ranks reduce the bucket. The result is the same on all ranks. The method may wait for other ranks.
+        If False, the ranks reduce the bucket. The return value is the same on all ranks. The method may wait for other ranks.
         """
         return False
 

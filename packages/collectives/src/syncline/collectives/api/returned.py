@@ -83,8 +83,8 @@ def all_reduce_copy(
 ) -> Any:
     """Combine the tensors of all ranks into a new tensor on every rank. Autograd works for SUM and AVG.
 
-    Backward reduces the gradients of all ranks with the same `op`. For any other `op`, backward raises an
-    `InvalidArgumentError`.
+    Backward reduces the gradients of all ranks with the `op` of the forward. If this `op` is neither SUM nor AVG, backward
+    raises an `InvalidArgumentError`.
 
     Args:
         tensor: any shape. Its shape and dtype are the same on every rank. Only read.
@@ -273,8 +273,8 @@ def reduce_scatter_rows(
 ) -> Any:
     """Combine the tensors of all ranks, and return this rank's share of the result's rows as a new tensor.
 
-    Autograd works for SUM and AVG: backward gathers the gradients of all shares on every rank. For any other `op`, backward
-    raises an `InvalidArgumentError`.
+    Autograd works for SUM and AVG: backward gathers the gradients of all shares on every rank. If `op` is neither SUM nor AVG,
+    backward raises an `InvalidArgumentError`.
 
     Args:
         tensor: at least one dimension. Its shape and dtype are the same on every rank. Only read.

@@ -186,7 +186,7 @@ class Transport(ABC):
         """In a forked child, drop the library's objects without freeing them, because they belong to the parent process."""
 
     def lost_ranks(self) -> Sequence[int]:
-        """Return the ranks that have failed, as far as the library knows. This method must not block."""
+        """Return the failed ranks that the communication library, such as MPI, knows of. This method must not block."""
         return ()
 
     def interrupt(self) -> None:  # noqa: B027 - most libraries return by themselves
