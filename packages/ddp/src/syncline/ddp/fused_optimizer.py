@@ -42,7 +42,7 @@ class AverageHooks:
 
 
 class FusedOptimizer:
-    """Steps each parameter as soon as its gradient is averaged, while later buckets are being reduced.
+    """Calls the optimizers of each parameter as soon as its gradient is averaged, while later buckets are being reduced.
 
     Attributes:
         optimizers: for each parameter, a list of its optimizers.
