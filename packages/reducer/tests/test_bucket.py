@@ -5,14 +5,15 @@ import torch
 
 from syncline.collectives import MisuseError
 from syncline.collectives.transports.threads import create_groups
-from syncline.reducer.bucket import Bucket
+from syncline.reducer.bucket import Bucket, Layout
 from syncline.reducer.grad_bucket import GradBucket
 
 
 def make_bucket(*tensors: torch.Tensor, as_view: bool = False) -> Bucket:
     (group,) = create_groups(1)
     parameters = [torch.nn.Parameter(tensor) for tensor in tensors]
-    return Bucket(range(len(parameters)), parameters, [f"p{i}" for i in range(len(parameters))], group, as_view=as_view)
+    names, layouts = [f"p{i}" for i in range(len(parameters))], list(map(Layout.of, parameters))
+    return Bucket(range(len(parameters)), parameters, names, layouts, group, as_view=as_view)
 
 
 def numbered(*shape: int) -> torch.Tensor:

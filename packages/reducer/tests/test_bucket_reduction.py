@@ -12,7 +12,7 @@ import torch
 
 from syncline.collectives.transports.threads import create_groups
 from syncline.collectives.work import FinishedWork
-from syncline.reducer.bucket import Bucket
+from syncline.reducer.bucket import Bucket, Layout
 from syncline.reducer.bucket_reduction import BucketReduction, CollectiveReduction
 from syncline.reducer.statistics import BucketTimes
 
@@ -73,7 +73,8 @@ def reaches(start: object, end: object) -> bool:
 def test_what_is_called_at_the_end_keeps_no_group_alive(has_hook: bool) -> None:
     """A group's own thread may be the last to hold it, and would wait for itself."""
     (own,) = create_groups(1)
-    bucket = Bucket([0], [torch.nn.Parameter(torch.ones(2))], ["p0"], own, as_view=False)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    bucket = Bucket([0], [parameter], ["p0"], [Layout.of(parameter)], own, as_view=False)
     group: Any = Group()
     reduction = BucketReduction(group)
     if has_hook:

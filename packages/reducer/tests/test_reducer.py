@@ -265,7 +265,7 @@ def test_strides_that_change_on_one_rank_mix_no_gradients(as_view: bool, changes
                 parameter.grad = None
             # The buckets that are built before this backward have the new strides.
             if iteration == changes_before < 2 and who == "one rank":
-                with pytest.raises(DisagreementError, match="with changed strides of conv"):
+                with pytest.raises(DisagreementError, match="changed strides of conv"):
                     backward(reducer, lambda: linear_loss(parameters, group.rank))
                 return
             backward(reducer, lambda: linear_loss(parameters, group.rank))
@@ -275,6 +275,25 @@ def test_strides_that_change_on_one_rank_mix_no_gradients(as_view: bool, changes
             assert first.grad is not None
             if not as_view or changes_before < 2:
                 assert first.grad.stride() == first.stride()
+
+    run_ranks(2, body)
+
+
+def test_strides_that_a_rank_changes_together_with_its_gradients_are_refused() -> None:
+    """`module.to(memory_format=...)` also gives the gradients, which are views of the buckets, other memory."""
+
+    def body(group: ProcessGroup) -> None:
+        first = torch.nn.Parameter(torch.ones(2, 3, 4, 5, dtype=torch.float64))
+        parameters = [("conv", first), *make_parameters((3,))]
+        reducer = Reducer(parameters, group, gradient_as_bucket_view=True)
+        for _ in range(3):
+            backward(reducer, lambda: linear_loss(parameters, group.rank))
+        assert first.grad is not None
+        if group.rank == 1:
+            first.data = first.data.to(memory_format=torch.channels_last)
+            first.grad.data = first.grad.data.to(memory_format=torch.channels_last)
+        with pytest.raises(DisagreementError, match="changed strides of conv"):
+            backward(reducer, lambda: linear_loss(parameters, group.rank))
 
     run_ranks(2, body)
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import repeat
 from typing import NamedTuple, cast
+from zlib import crc32
 
 import torch
 
@@ -62,14 +63,15 @@ class Bucket:
         buffer   | view of fc.weight | view of fc.bias | view of conv.weight |     numel = the sum of the views' numels
 
     A view has the shape of its parameter, and its strides if the parameter's elements fill their memory without gaps (also
-    channels-last). A view does not follow a later change of its parameter, because only some ranks may have this change, and
-    equal elements must be at equal places of the buffer.
+    channels-last). All ranks must have equal views, so that equal elements are at equal places of the buffer. The ranks
+    compared the layouts of the parameters before the reducer was made. If a layout has changed since then, they compare `mark`.
 
     Attributes:
         indices: the parameters' indices in the reducer.
         parameters: the parameters.
         names: the parameters' names, for errors.
         buffer: the flat buffer, on the parameters' device, from `group.allocate`.
+        mark: a text for `ProcessGroup.marked` that names a parameter whose layout has changed, or "" if none has.
         views: one view for each parameter. With `as_view` (the user's `gradient_as_bucket_view`), the views are the gradients.
     """
 
@@ -78,6 +80,7 @@ class Bucket:
         indices: Sequence[int],
         parameters: Sequence[torch.nn.Parameter],
         names: Sequence[str],
+        compared_layouts: Sequence[Layout],
         group: ProcessGroup,
         *,
         as_view: bool = False,
@@ -85,7 +88,8 @@ class Bucket:
         self.indices = list(indices)
         self.parameters = list(parameters)
         self.names = list(names)
-        self._layouts = list(map(Layout.of, self.parameters))
+        self._compared_layouts = list(compared_layouts)
+        self._take_layouts()
         self._place = group.place()
         self._world_size = group.size
         self._as_view = as_view
@@ -101,6 +105,13 @@ class Bucket:
         # `torch.cat` can fill a flat buffer only from vectors (biases and norms). For many small vectors, `torch.cat` needs a
         # third of the time of single copies.
         self._holds_vectors = all(parameter.dim() == 1 for parameter in self.parameters)
+
+    def _take_layouts(self) -> None:
+        self._layouts = list(map(Layout.of, self.parameters))
+        found = zip(self.names, self._compared_layouts, self._layouts, strict=True)
+        changed = next((name for name, compared, present in found if compared != present), None)
+        checksum = crc32(repr(self._layouts).encode())
+        self.mark = "" if changed is None else f"changed strides of {changed} (checksum {checksum})"
 
     def views_into(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return one view of a flat buffer for each parameter, as in `views`."""
@@ -157,9 +168,10 @@ class Bucket:
     def _choose_memory(self) -> None:
         # See Note [Aliased gradients] in `gradient_aliasing`.
         if self._aliasing is None:
-            if (
-                list(map(_address_of, self.views)) != self._addresses
-            ):  # the user has given a gradient other memory: `gradient.data = ...`
+            # The user has given a gradient other memory: `gradient.data = ...`. After `module.to(memory_format=...)`, the
+            # layouts are others, too.
+            if list(map(_address_of, self.views)) != self._addresses:
+                self._take_layouts()
                 self.views = self.views_into(self.buffer)
             return
         if self._aliasing.is_memory_free():

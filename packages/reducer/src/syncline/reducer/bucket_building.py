@@ -10,7 +10,7 @@ import torch
 
 from syncline.collectives import ProcessGroup
 
-from .bucket import Bucket
+from .bucket import Bucket, Layout
 from .bucket_assignment import GradientSpec, assign_buckets
 from .sparse_bucket import AnyBucket, SparseBucket
 
@@ -21,6 +21,7 @@ class BucketBuilder:
 
     Attributes:
         parameters: the parameters. The index of a parameter is its position in this list.
+        layouts: the parameters' layouts when the ranks compared them.
         group: the group whose ranks average their gradients. It allocates the buckets' memory.
         caps_bytes: size limits of the first, second, ... bucket. The last limit also applies to all further buckets.
         sparse: for each parameter, whether its gradient is sparse. A sparse gradient has its own bucket.
@@ -30,6 +31,7 @@ class BucketBuilder:
 
     names: Sequence[str]
     parameters: Sequence[torch.nn.Parameter]
+    layouts: Sequence[Layout]
     group: ProcessGroup
     caps_bytes: Sequence[int]
     sparse: Sequence[bool]
@@ -93,7 +95,8 @@ class BucketBuilder:
         parameters, names = [self.parameters[i] for i in indices], [self.names[i] for i in indices]
         if self.sparse[indices[0]]:
             return SparseBucket(indices[0], parameters[0], names[0], self.group)
-        return Bucket(indices, parameters, names, self.group, as_view=self.as_view)
+        layouts = [self.layouts[i] for i in indices]
+        return Bucket(indices, parameters, names, layouts, self.group, as_view=self.as_view)
 
 
 def gradients_as_views(buckets: Sequence[AnyBucket]) -> set[int]:

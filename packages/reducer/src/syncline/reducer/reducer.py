@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
-from zlib import crc32
 
 import torch
 from typing_extensions import override
@@ -200,14 +199,13 @@ class Reducer(Inherited):
         self._builder = BucketBuilder(
             named.names,
             named.parameters,
+            list(map(Layout.of, named.parameters)),
             self._group,
             caps_bytes=caps_bytes,
             sparse=named.sparse,
             delayed=self._delayed,
             as_view=self._as_view,
         )
-        self._verified_layouts = list(map(Layout.of, named.parameters))
-        self._layout_mark = ""
         self._arrival_order = ArrivalOrder(len(self._parameters))
         self._absent: Sequence[int] | None = None
         self.seems_static = True
@@ -688,7 +686,7 @@ class Reducer(Inherited):
         if self._on_begin is not None:
             self._on_begin()
         if self._buckets is None:  # no forward was prepared
-            self._build([bucket.members for bucket in self._pending])
+            self._buckets = self._builder.build([bucket.members for bucket in self._pending])
         # The old buckets were freed, but the new ones could not be allocated.
         if not self._buckets:
             raise error_messages.no_buckets(self._group.place())
@@ -722,7 +720,7 @@ class Reducer(Inherited):
             self._reduction,
             self._group,
             self.statistics,
-            f"{self._sync_policy.mark}{self._layout_mark}",
+            self._sync_policy.mark,
         )
 
     def _process(self, indices: Sequence[int]) -> None:
@@ -810,7 +808,7 @@ class Reducer(Inherited):
             members = self._builder.assign_first()
             if members != [bucket.members for bucket in self._pending]:  # parameters were converted since construction
                 self._watch(members)
-            self._build(members)
+            self._buckets = self._builder.build(members)
         order_here = self._arrival_order.learned
         # The order is in use already, no backward has shown it yet, or each backward has another order.
         if not self._learns_order or order_here is None:
@@ -823,21 +821,10 @@ class Reducer(Inherited):
         # Free the old buckets before the new ones are built. Old and new buckets together would be the training's peak memory.
         self._buckets = []
         members = self._builder.assign(order.tolist())
-        self._build(members, kept)
+        self._buckets = self._builder.build(members, kept)
         self._watch(members)
         self._arrival_order.is_used = True
         logger.debug("rebuilt the buckets in the order of rank 0's gradients: %d buckets", len(self._buckets))
-
-    def _build(self, members: list[list[int]], kept_views: Collection[int] = ()) -> None:
-        self._buckets = self._builder.build(members, kept_views)
-        # The new buckets have the parameters' present layouts. The ranks compared the layouts before the reducer was made. If a
-        # layout has changed since then, all ranks must have the same change. So the ranks compare it with each backward.
-        layouts = list(map(Layout.of, self._parameters))
-        changed = [
-            name for name, old, new in zip(self._named.names, self._verified_layouts, layouts, strict=True) if old != new
-        ]
-        checksum = crc32(repr(layouts).encode())
-        self._layout_mark = f" with changed strides of {changed[0]} (checksum {checksum})" if changed else ""
 
     def _release_gradients(self) -> None:
         for bucket in self.buckets:
