@@ -286,6 +286,39 @@ def test_what_a_waiters_task_hands_over_comes_next_and_is_not_run_by_any_waiter(
     assert log[3:] == ["<callbacks of A", "callbacks of A>", "<B", "B>"]
 
 
+def test_a_call_does_not_overtake_callbacks_that_a_waiter_hands_over_meanwhile(unattended: Recorder) -> None:
+    """The waiter hands over its callbacks and gives the turn back just before the call takes the turn."""
+    queue, runs, may_end = unattended.queue, threading.Event(), threading.Event()
+
+    def task() -> None:
+        runs.set()
+        assert may_end.wait(10)
+        assert queue.hand_over(unattended.task("callbacks of A"))
+
+    queue.enqueue(task)
+    waiter = threading.Thread(target=queue.help, args=(lambda: False,))
+    waiter.start()
+    assert runs.wait(10)
+
+    class Turn:
+        """The turn of the queue, which the waiter gives back while `acquire` begins."""
+
+        def __init__(self, turn) -> None:
+            self._turn, self.release = turn, turn.release
+
+        def acquire(self, blocking: bool) -> bool:
+            may_end.set()
+            waiter.join(10)
+            return self._turn.acquire(blocking)
+
+    queue._turn = Turn(queue._turn)
+    assert not queue.run_here(unattended.task("a call that comes later"))
+    may_end.set()
+    waiter.join(10)
+    assert unattended.log == []
+    assert not queue.is_running_here()
+
+
 class InterruptedLock:
     """A lock whose `acquire` takes the lock and is then interrupted, as by Ctrl-C at the worst moment."""
 

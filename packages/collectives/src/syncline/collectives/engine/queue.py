@@ -102,15 +102,18 @@ class Queue:
         if self._running_on == me:
             task(*arguments)
             return True
-        # If tasks are queued, or if another thread has the turn, this task must be queued, too.
+        # If another thread has the turn, or if tasks are queued, this task must be queued, too.
         try:
-            if self._tasks or self._handed_over or not self._turn.acquire(False):
+            if not self._turn.acquire(False):
                 return False
-            self._running_on = me
         except BaseException:
             release_if_held(self._turn)
             raise
         try:
+            # Look only now: the thread that has just released the turn may have handed over callbacks.
+            if self._tasks or self._handed_over:
+                return False
+            self._running_on = me
             task(*arguments)
         finally:
             self._running_on = None
