@@ -357,6 +357,33 @@ def test_ctrl_c_that_comes_while_the_turn_is_taken_leaves_the_turn_free(take, ta
     assert turn.is_free()
 
 
+class InterruptedOnce:
+    """Raises KeyboardInterrupt at the first call, as Ctrl-C at the beginning of a function. Later calls go on to `function`."""
+
+    def __init__(self, function) -> None:
+        self._function = function
+        self._came = False
+
+    def __call__(self, *arguments):
+        if not self._came:
+            self._came = True
+            raise KeyboardInterrupt
+        return self._function(*arguments)
+
+
+@pytest.mark.parametrize("run", ["help", "run_until"])
+def test_a_task_that_ctrl_c_ends_is_run_again_before_later_tasks(unattended: Recorder, run: str) -> None:
+    queue, log = unattended.queue, unattended.log
+    queue.enqueue(InterruptedOnce(unattended.task("A")))
+    queue.enqueue(unattended.task("B"))
+    with pytest.raises(KeyboardInterrupt):
+        getattr(queue, run)(lambda: False)
+    assert not queue.is_running_here()
+    assert log == []
+    threading.Thread(target=queue._loop, daemon=True).start()
+    assert unattended.finish() == ["<A", "A>", "<B", "B>"]
+
+
 def test_nothing_is_handed_over_by_other_tasks_nor_after_the_end(unattended: Recorder) -> None:
     queue, log = unattended.queue, unattended.log
     handing_over = unattended.task("A", lambda: log.append(str(queue.hand_over(unattended.task("never")))))

@@ -315,28 +315,33 @@ class PendingWork(Work):
 
     def _finish(self, error: BaseException | None) -> None:
         with self._lock:
-            # An abort may come while another thread runs the collective.
-            if self._is_done:
-                return
-            # Before `_is_done` is set, run the actions: `wait` reads `_is_done` without the lock. Each action runs only once,
-            # also if an action raises and an abort calls this method again.
-            actions, self._before_end = self._before_end, ()
-            for action in actions:
-                action()
-            self._error = error
-            self._is_done = True
+            # An abort may come while another thread runs the collective. The first end counts.
+            if not self._is_done:
+                # Before `_is_done` is set, run the actions: `wait` reads `_is_done` without the lock. Each action runs only
+                # once, also if an action raises and an abort calls this method again.
+                actions, self._before_end = self._before_end, ()
+                for action in actions:
+                    action()
+                self._error = error
+                self._is_done = True
             future, waiting = self._future, self._waiting
+        # Do the rest also if the work was over before: Ctrl-C may have stopped the first end just here.
         # Release the lock first, because callbacks run here. A callback may ask this work for its future, which takes the lock.
         if waiting is not None:
             waiting.set()
-        if future is not None:
+        if future is not None and not future.done():
             self._complete(future)
 
     def _complete(self, future: TensorsFuture) -> None:
-        if self._error is None:
-            future.set_result(self._tensors)
-        else:
-            fail_future(future, self._error, devices_of(self._tensors))
+        try:
+            if self._error is None:
+                future.set_result(self._tensors)
+            else:
+                fail_future(future, self._error, devices_of(self._tensors))
+        except RuntimeError:
+            # A second thread that ended this work has completed the future a moment before, with the same outcome.
+            if not future.done():
+                raise
 
     @override
     def wait(self, timeout: timedelta | float | None = None) -> bool:

@@ -238,13 +238,18 @@ class HostGroup(EngineGroup):
 
     def _run_into(self, work: PendingWork, call: Call, body: Body, order: StreamOrder | None) -> None:
         try:
-            self._run(call, body, order)
-        except BaseException as error:  # noqa: BLE001 - a waiter on another thread must get any error
-            self._in_flight.discard(work)
-            work.fail(error)
-        else:
-            self._in_flight.discard(work)
+            # If an interrupt ended this method, the queue runs it again, but the call must not run twice. `_run` refuses a call
+            # that has failed, because the group has failed, too.
+            if call.state != DONE:
+                self._run(call, body, order)
             work.succeed()
+        except BaseException as error:
+            work.fail(error)  # a waiter on another thread must get any error
+            # The work had succeeded before, so the error is an interrupt, and no wait raises it.
+            if work.exception() is None:
+                raise
+        # Only now: `abort` ends the works that are in this set.
+        self._in_flight.discard(work)
 
     def _run(self, call: Call, body: Body, order: StreamOrder | None) -> None:
         """Run one call to its end. An error is the group's first failure. See [2] in `HostGroup`."""
@@ -261,11 +266,11 @@ class HostGroup(EngineGroup):
             self._running = call.scope.ask = None
             call.is_over(FAILED)
             raise self._words.not_started(call, self._first_failure)
-        self.recorder.begin(call)
         # A call without a number may run on some ranks only, so it is not part of the history. If the transport compares each
         # call itself, as MPI does on one node, there is no history.
         compares = self._compares_later and call.number is not None
         try:
+            self.recorder.begin(call)
             if compares:
                 self._agreed.add(call.digest())
             elif self._checks_calls and call.number is not None:
@@ -454,7 +459,8 @@ class HostGroup(EngineGroup):
         super().in_fork()
         self._stall_watch = None
         for work in list(self._in_flight):
-            work.leave_to_parent(not_the_rank("wait", self.place()))
+            if not work.is_completed():
+                work.leave_to_parent(not_the_rank("wait", self.place()))
         self._transport.leave_to_parent()
 
     @override

@@ -135,7 +135,8 @@ class Queue:
     def enqueue(self, task: Task) -> bool:
         """Let the queue's thread run a task after all earlier tasks. In a callback, run the task at once on this thread.
 
-        The task must not raise an error. Return False if `stop` was called, so that the task will not run.
+        The task must not raise an error. If an interrupt such as Ctrl-C ends a task, the queue runs this task again. Return
+        False if `stop` was called, so that the task will not run.
 
         Raises:
             RuntimeError: the thread cannot start, so the task will not run.
@@ -153,15 +154,16 @@ class Queue:
                 start_thread(thread)
                 _started.add(self)
                 self._thread = thread
-            self._tasks.append(task)
+            # Notify first, so that Ctrl-C between these two lines leaves no task of which the queue's thread does not know.
             self._changed.notify_all()
+            self._tasks.append(task)
         return True
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Run queued tasks, in order, until `is_done()` is true or the queue is empty. Call this method inside a callback."""
         # The thread of a callback already has the turn.
         while self._tasks and not is_done():
-            self._tasks.popleft()()
+            self._take_and_run(self._tasks)
 
     def help(self, is_done: Callable[[], bool]) -> None:
         """Run queued tasks in order, on a thread that waits for one of these tasks. See point 5 of Note [One total order].
@@ -174,11 +176,11 @@ class Queue:
                 # If another thread has the turn, it runs the tasks, and this thread only needs to wait.
                 if not self._turn.acquire(False):
                     return
-                self._helper = get_ident()
             except BaseException:
                 release_if_held(self._turn)
                 raise
             try:
+                self._helper = get_ident()
                 # Look again here: the thread that has just released the turn may have handed over callbacks.
                 if self._handed_over:
                     return
@@ -324,11 +326,25 @@ class Queue:
         tasks = self._handed_over or self._tasks
         if not tasks:
             return  # another thread has run the task while this one waited for the turn
-        self._running_on = get_ident()
         try:
-            tasks.popleft()()
+            self._running_on = get_ident()
+            self._take_and_run(tasks)
         finally:
             self._running_on = None
+
+    def _take_and_run(self, tasks: deque[Task]) -> None:
+        task = tasks[0]
+        try:
+            tasks.popleft()
+            task()
+        # An interrupt, such as Ctrl-C, has come before the task was over, because tasks raise no errors. Threads may wait for
+        # the task without a time limit. So put it back for the queue's thread, which gets no interrupts.
+        except BaseException:
+            if not (tasks and tasks[0] is task):
+                tasks.appendleft(task)
+            with self._changed:
+                self._changed.notify_all()
+            raise
 
 
 def release_if_held(lock: threading.RLock) -> None:
