@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 
-from syncline.collectives import DisagreementError, ProcessGroup, SynclineError
+from syncline.collectives import CollectiveTimeout, DisagreementError, ProcessGroup, SynclineError, TransportError
 from syncline.collectives.engine import host_group
 from syncline.collectives.engine.call import Call, Signature
 from syncline.collectives.engine.cancel_scope import CancelScope
@@ -170,6 +171,44 @@ def test_if_two_threads_close_a_group_the_second_finds_it_closed(kind: type[Toge
 
     on_ranks(2, kind, body)
     assert seen == [1, 1]
+
+
+END = {
+    "abort": lambda group: group.abort(),
+    "close": lambda group: group.close(),
+    "failure": lambda group: group._fail(TransportError("a cable broke"), Call(Signature("barrier"), scope=CancelScope(1))),
+}
+
+
+@pytest.mark.parametrize(("end", "why"), [("abort", "aborted"), ("close", "closed"), ("failure", "a cable broke")])
+@pytest.mark.parametrize("waits_for_future", [False, True])
+def test_the_end_of_a_group_ends_a_receive_that_waits(end: str, why: str, waits_for_future: bool) -> None:
+    def body(group: HostGroup, transport: Together) -> None:
+        if group.rank == 1:
+            return
+        begun = threading.Event()
+
+        class Begins(NeverComes):
+            def wait(self, scope: CancelScope) -> None:
+                begun.set()
+                super().wait(scope)
+
+        transport.start_recv = lambda *_: Begins()  # type: ignore[method-assign]
+
+        def end_group() -> None:
+            assert begun.wait(LIMIT_S)
+            with suppress(TransportError):
+                END[end](group)
+
+        ending = threading.Thread(target=end_group)
+        ending.start()
+        work = group.recv(torch.ones(1), 1, async_op=True)
+        with pytest.raises(TransportError, match=why) as raised:
+            work.get_future().wait() if waits_for_future else work.wait()
+        assert not isinstance(raised.value, CollectiveTimeout)
+        ending.join()
+
+    on_ranks(2, Alone, body)
 
 
 class Alone(Together):

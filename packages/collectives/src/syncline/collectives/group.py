@@ -729,7 +729,8 @@ class ProcessGroup(ABC):
         """End the group without waiting for calls in flight. A rank may call this method without the other ranks.
 
         Call this method instead of `close` after a failure, when other ranks may never call `close`. A thread that waits for a
-        call of this group gets a `TransportError`.
+        call of this group gets a `TransportError`. There is one exception: over Gloo, a thread that waits for a send or receive
+        waits on, up to its time limit.
         """
 
     # ---- what a backend implements ----

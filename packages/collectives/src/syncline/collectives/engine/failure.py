@@ -64,6 +64,17 @@ class FailureWords:
         """Return the error of all calls that wait when the group is aborted."""
         return TransportError(f"the group was aborted on {self._place}")
 
+    def ended(self, first_failure: BaseException | None) -> TransportError:
+        """Return the error of a send or receive that is in flight when its group ends. None: the group was closed in order."""
+        error = TransportError(
+            with_details(
+                "the group has ended before this transfer was over, so the wait for it ends, too:",
+                "the group was closed; wait for all transfers first" if first_failure is None else str(first_failure),
+            )
+        )
+        error.__cause__ = first_failure
+        return error
+
     def missing(self, call: Call | None) -> str:
         """Return a sentence about a call that did not end, with the lost and stopped ranks. `call` is None if it has ended."""
         liveness = self._liveness

@@ -384,6 +384,12 @@ class HostGroup(EngineGroup):
         sources = [source for source in (self._leavers, self._liveness) if source is not None]
 
         def ask() -> TransportError | None:
+            # After the group's end, the other rank may never come, and nobody else ends this wait.
+            if self._is_over or self._first_failure is not None:
+                return self._words.ended(self._first_failure)
+            # Without a peer, such as in a group of one, no source can say that the transfer is in vain.
+            if not peers:
+                return None
             return next(filter(None, (source.transfer_reason_to_give_up(peers) for source in sources)), None)
 
         work = TransferWork(
@@ -392,8 +398,7 @@ class HostGroup(EngineGroup):
             deliver,
             lambda: f"{signature} on {self.place()}",
             self.timeout_s,
-            # Without a source or a peer, nothing can say that the transfer is in vain; only the time limit ends it.
-            ask=ask if sources and peers else None,
+            ask=ask,
             explain=lambda error: None if self._liveness is None else self._liveness.loss_behind(error),
         )
         if not async_op:

@@ -26,7 +26,8 @@ class TransferWork(Work):
         deliver: called when the request has succeeded, for example to copy the data to the program's tensor.
         describe: returns the transfer's name for error messages.
         timeout_s: the default time limit of `wait`, in seconds.
-        ask: returns an error if the transfer can never end, or None. The waiting thread calls this function now and then.
+        ask: returns an error if the transfer can never end or its group has ended, or None. The waiting thread calls this
+            function now and then, if the library lets it.
         explain: takes an error of the transport. Returns an error that names the lost rank behind this error, or None.
     """
 
