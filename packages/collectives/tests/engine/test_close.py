@@ -18,6 +18,7 @@ from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.engine.transport import Request
 from syncline.collectives.health import agreement
+from syncline.collectives.health.leaving import Leavers
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import InProcessTransport, SharedState
 
@@ -329,5 +330,24 @@ def test_a_call_after_a_close_that_has_given_up_is_told_apart(monkeypatch: pytes
                 group.all_reduce(torch.ones(1))
             has_failed.set()
         group.abort()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("all_close", [True, False])
+def test_the_notice_names_a_closed_group_only_if_a_rank_may_be_in_its_call(
+    all_close: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_group, "_FREE_S", LIMIT_S if all_close else 0.2)
+    shared_state = SharedState(2)
+
+    def body(outer: ProcessGroup) -> None:
+        leavers = Leavers(list)
+        calls = leavers.group("default", [0, 1])
+        group = HostGroup(Together(shared_state, outer.rank), outer.rank, 2, timeout_s=LIMIT_S, leavers=calls)
+        group.all_reduce(torch.ones(1))
+        if all_close or group.rank == 0:
+            group.close()
+            assert list(leavers.own().values()) == ([] if all_close else [1])
 
     run_ranks(2, body)

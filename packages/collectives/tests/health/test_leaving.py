@@ -54,6 +54,16 @@ def test_a_closed_group_is_not_open() -> None:
     assert not leavers.has_open_group()
 
 
+def test_a_group_that_all_ranks_have_closed_leaves_nothing_in_the_notice() -> None:
+    leavers = Leavers(list)
+    first, second = leavers.group("default", range(2)), leavers.group("default", range(2))
+    first.count.begun, second.count.begun = 3, 1
+    first.forget()
+    assert list(leavers.own().values()) == [1]
+    leavers.group("default", range(2))  # its key is new, too
+    assert sorted(leavers.own().values()) == [0, 1]
+
+
 def test_notices_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 10.0
     monkeypatch.setattr(module, "monotonic", lambda: now_s)

@@ -513,6 +513,8 @@ class HostGroup(EngineGroup):
             self._transport.give_up()  # a rank that makes a further call instead need not wait for this rank
         if is_in_order and self._leavers is not None:
             self._leavers.is_closed = True
+            if self._all_close:
+                self._leavers.forget()
 
     def _close_transport(self) -> None:
         """Close the transport. `membership.ShrinkableGroup` also closes its reconnector."""

@@ -78,9 +78,14 @@ class Leavers:
             # A program may make several groups of one name and the same ranks; the count tells them apart.
             key = f"{same}/{self._made[same]}"
             self._made[same] += 1
-            # The key stays after the group is closed: another member may still be in the last collective.
+            # The key stays after this rank has closed the group: another member may still be in the last collective.
             calls = self._groups[key] = GroupLeavers(self, key, ranks, is_part=is_part)
         return calls
+
+    def forget(self, key: str) -> None:
+        """Leave the group with this key out of this rank's notice."""
+        with self._lock:
+            self._groups.pop(key, None)
 
     def own(self) -> dict[str, int]:
         """Return the content of this rank's own notice: for each group key, how many collectives this rank has started."""
@@ -133,6 +138,10 @@ class GroupLeavers:
         """Return the `GroupLeavers` of a new group of some members of this group. `members` are ranks in this group."""
         ranks = [self._ranks[member] for member in members]
         return self._leavers.group(f"{self._key}/{name}", ranks, is_part=True)
+
+    def forget(self) -> None:
+        """Drop the group's count. Call this method when all members close the group, so that no member is in a collective."""
+        self._leavers.forget(self._key)
 
     def reason_to_give_up(self) -> RankLostError | None:
         """Return an error if the collective that this rank started last will never finish, else None."""
