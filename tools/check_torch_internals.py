@@ -55,8 +55,9 @@ def _names_of_torch(tree: ast.AST) -> Iterator[str]:
     """The names of modules and classes of torch in this file, such as `dist` after `import torch.distributed as dist`."""
     for node in ast.walk(tree):
         # For example `rendezvous = import_module("torch.distributed.rendezvous")`.
-        if isinstance(node, ast.Assign) and _is_import_of_torch(node.value):
-            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and _is_import_of_torch(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
         if isinstance(node, ast.Import):
             yield from (alias.asname for alias in node.names if alias.asname and alias.name.split(".")[0] == "torch")
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "torch":

@@ -15,6 +15,7 @@ from check_torch_internals import violations
         ("from torch.autograd import Variable\nVariable._execution_engine", "Variable._execution_engine"),
         ("from torch.nn.modules.batchnorm import _BatchNorm", "torch.nn.modules.batchnorm._BatchNorm"),
         ("import torch._dynamo", "torch._dynamo"),
+        ("m: Any = import_module('torch.distributed.rendezvous')\nm._rendezvous_handlers", "m._rendezvous_handlers"),
         ("r = import_module('torch.distributed.rendezvous')\nr._rendezvous_handlers", "r._rendezvous_handlers"),
     ],
 )

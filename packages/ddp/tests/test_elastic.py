@@ -1111,9 +1111,28 @@ def test_close_ends_the_steps_and_is_refused_within_one() -> None:
         with pytest.raises(MisuseError, match="called within a step"), training.elastic.step():
             training.elastic.close()
         training.elastic.close()
-        with pytest.raises(MisuseError, match="after close"), training.elastic.step():
+        with pytest.raises(MisuseError, match="a step was begun after close"), training.elastic.step():
             pass
+        with pytest.raises(MisuseError, match="was called after close"):
+            next(training.elastic.batches(training.loader))
         training.elastic.close()
+        # The ranks agree on no step any more, so a rank may make one alone.
+        if group.rank == 0:
+            training.optimizer.step()
+
+    run_ranks(2, body)
+
+
+def test_close_within_an_epoch_ends_the_epoch_with_an_error() -> None:
+    def body(group: ProcessGroup) -> None:
+        training = Training(group)
+        batches = training.elastic.batches(training.loader)
+        next(batches)
+        with training.elastic.step():
+            training.optimizer.step()
+        training.elastic.close()
+        with pytest.raises(MisuseError, match="a batch was taken after close"):
+            next(batches)
 
     run_ranks(1, body)
 

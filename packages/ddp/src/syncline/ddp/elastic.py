@@ -229,8 +229,9 @@ class Elastic:
                 changes, `batches` iterates over the loader again.
 
         Raises:
-            MisuseError: the loop's body did not use a batch in `with elastic.step():`.
+            MisuseError: the loop's body did not use a batch in `with elastic.step():`, or `close` was called before.
         """
+        self._refuse_if_closed("batches() was called")
         self._let_newcomers_in()  # the script may have left its latest loop over `batches` after a step
         try:
             while not self._sampler.is_exhausted:
@@ -239,6 +240,7 @@ class Elastic:
                     applied = self._sampler.applied
                     self._offered = group, applied
                     yield batch
+                    self._refuse_if_closed("a batch was taken")
                     self._let_newcomers_in()
                     # The group has changed, so the loader's shares are no longer right: iterate over the loader again.
                     if self._group is not group:
@@ -267,8 +269,7 @@ class Elastic:
                 collective failed after the agreement to apply the step. Or gradients are left that are not averaged and that no
                 optimizer has used.
         """
-        if self._phase is _Phase.CLOSED:
-            raise MisuseError("a step was begun after close(): make a new Elastic")
+        self._refuse_if_closed("a step was begun")
         if self._phase is not _Phase.BETWEEN_STEPS:
             raise MisuseError("a step was begun within a step")
         # The sampler has gone on to the next batch, or divides the batch among other ranks.
@@ -326,6 +327,10 @@ class Elastic:
         self._phase = _Phase.CLOSED
         for handle in self._handles:
             handle.remove()
+
+    def _refuse_if_closed(self, what: str) -> None:
+        if self._phase is _Phase.CLOSED:
+            raise MisuseError(f"{what} after close(): make a new Elastic, or call close() later")
 
     # ---- the agreement ----
 
