@@ -17,7 +17,7 @@ from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.reduce_op import checked_reduction, from_torch
 from syncline.collectives.tensors.checks import no_memory
 from syncline.collectives.torch_bridge.torch_work import TorchRequest
-from syncline.collectives.torch_internals import copy_each, premul_factor, source_rank
+from syncline.collectives.torch_internals import copy_each, premul_factor, rendezvous_handler, source_rank
 
 
 @pytest.fixture
@@ -191,3 +191,10 @@ def test_without_them_a_store_of_torchs_is_its_own_clone() -> None:
     """The stores of torch 2.6."""
     old = SimpleNamespace()
     assert torch_internals.clone_of_store(old) is old
+
+
+def test_without_its_table_no_rendezvous_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rendezvous_handler("env") is not None
+    assert rendezvous_handler("unknown") is None
+    monkeypatch.delattr(importlib.import_module("torch.distributed.rendezvous"), "_rendezvous_handlers")
+    assert rendezvous_handler("env") is None

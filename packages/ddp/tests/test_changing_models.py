@@ -338,6 +338,49 @@ def test_parameters_that_nobody_registers_are_seen_by_a_look_now_and_then() -> N
     run_ranks(2, body)
 
 
+def other_strides(module: nn.Module) -> None:
+    """As `module.to(memory_format=...)` does with convolutions."""
+    for parameter in module.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.t().contiguous().t()
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+@pytest.mark.parametrize("options", OPTIONS[:2])
+def test_strides_that_all_ranks_change_are_followed(after: int, options: dict[str, Any]) -> None:
+    first = model()
+
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(copy.deepcopy(first), process_group=group, **options)
+        for step in range(8):
+            if step == after:
+                other_strides(ddp.module)
+            torch.testing.assert_close(step_of(ddp, group.rank, step), averages(copy.deepcopy(first), 2, step))
+            # Fused optimizers pair the elements of parameters and gradients in the order of memory.
+            assert all(p.grad is not None and p.grad.stride() == p.stride() for p in ddp.module.parameters())
+        if options:
+            assert all(p.grad._base is not None for p in ddp.module.parameters() if p.grad is not None)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+@pytest.mark.parametrize("options", OPTIONS[:2])
+def test_strides_that_one_rank_changes_mix_no_gradients_and_are_seen_by_a_look(after: int, options: dict[str, Any]) -> None:
+    first = model()
+
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(copy.deepcopy(first), process_group=group, **options)
+        with pytest.raises(DisagreementError, match="the module has changed"):  # noqa: PT012 - a later step raises it
+            for step in range(2 * LOOK_EVERY):
+                if step == after and group.rank == 1:
+                    other_strides(ddp.module)
+                torch.testing.assert_close(step_of(ddp, group.rank, step), averages(copy.deepcopy(first), 2, step))
+        group.abort()
+
+    run_ranks(2, body)
+
+
 class Growing(nn.Module):
     """A layer, and after it those of a list that may be added later."""
 

@@ -151,6 +151,8 @@ def test_the_environments_address() -> None:
         address_by_environment("env://", {"MASTER_ADDR": "x"})
     with pytest.raises(LaunchError, match="expected MASTER_PORT to be a port, 1 to 65535, found 'http'"):
         address_by_environment("env://", {**BY_HAND, "MASTER_PORT": "http"})
+    with pytest.raises(LaunchError, match="expected MASTER_PORT to be a port, 1 to 65535, found '²'"):  # `isdigit` takes it
+        address_by_environment("env://", {**BY_HAND, "MASTER_PORT": "²"})
     with pytest.raises(InvalidArgumentError, match="found 'env://node7'"):
         address_by_environment("env://node7", BY_HAND)
 

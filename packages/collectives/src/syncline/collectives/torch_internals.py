@@ -11,7 +11,7 @@ private to torch                    without it
 ``_resolve_process_group``          a collective is an error under these tools, and with torch.compile
 ``dist.Backend._plugins``           registering our backends is an error
 ``_world.pg_map``                   ``init_as_mpi`` is an error
-``_rendezvous_handlers``            registering our backends is an error
+``_rendezvous_handlers``            importing ``torch_backend`` after another package took ``mpi://`` is an error of torch
 ``_shutdown_backend``               nothing changes: torch itself asks each group to end (torch 2.7 and newer)
 ``ProcessGroupGloo._Options``       the backend ``gloo`` is an error
 ``PythonCallbackWork``              the gathers that torch.compile makes for FSDP cannot run over our groups
@@ -98,7 +98,7 @@ def rendezvous_handler(scheme: str) -> Callable[..., Any] | None:
     """Return the function by which torch lets ranks meet at URLs of this scheme, or None if there is none."""
     # Not by attribute: `torch.distributed.rendezvous` is a function.
     module: Any = import_module("torch.distributed.rendezvous")
-    handler: Callable[..., Any] | None = module._rendezvous_handlers.get(scheme)
+    handler: Callable[..., Any] | None = getattr(module, "_rendezvous_handlers", {}).get(scheme)
     return handler
 
 

@@ -92,9 +92,8 @@ class BackwardReduction:
             bucket.collect(self._usage.locally_unused(bucket.indices))
         times = BucketTimes(bucket.nbytes, ready, time.perf_counter(), number=number)
         self._statistics.buckets.append(times)
-        # Buckets start in order, so this backward's mark on the first bucket is enough for all buckets.
-        mark = ", ".join(filter(None, ("" if self._started else self._mark, bucket.mark)))
-        with self._group.marked(mark) if mark else nullcontext():
+        # Buckets start in order, so a mark on the first bucket is enough for all buckets.
+        with nullcontext() if self._started else self._group.marked(self._mark):
             self._started.append(self._reduction.start(bucket, number, lambda: self._is_last(number), times))
 
     def _is_last(self, number: int) -> bool:

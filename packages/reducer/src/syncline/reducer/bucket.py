@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import repeat
 from typing import NamedTuple, cast
-from zlib import crc32
 
 import torch
 
@@ -26,33 +25,19 @@ _address_of = torch.Tensor.data_ptr
 
 
 class Layout(NamedTuple):
-    """The shape and the strides of a parameter."""
+    """The shape and the strides of a view for the gradient of a parameter.
+
+    The strides are the parameter's. If these have gaps or overlaps, the view is contiguous.
+    """
 
     shape: torch.Size
     strides: tuple[int, ...]
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> Layout:
-        """Return the present layout of a parameter."""
-        return cls(parameter.shape, parameter.stride())
-
-    def view(self, piece: torch.Tensor) -> torch.Tensor:
-        """View a flat tensor in this layout, or as a contiguous tensor if the layout has gaps or overlaps."""
-        if self._is_dense():
-            return torch.as_strided(piece, self.shape, self.strides, piece.storage_offset())
-        return piece.view(self.shape)
-
-    def _is_dense(self) -> bool:
-        """Whether the elements fill their memory without gaps and overlaps, in any order of dimensions."""
-        expected = 1
-        for stride, length in sorted(zip(self.strides, self.shape, strict=True)):
-            # The stride of a dimension of length 1 means nothing.
-            if length == 1:
-                continue
-            if stride != expected:
-                return False
-            expected *= length
-        return True
+        """Return the layout for a parameter as it is now."""
+        strides = parameter.stride() if _is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+        return cls(parameter.shape, strides)
 
 
 class Bucket:
@@ -63,15 +48,14 @@ class Bucket:
         buffer   | view of fc.weight | view of fc.bias | view of conv.weight |     numel = the sum of the views' numels
 
     A view has the shape of its parameter, and its strides if the parameter's elements fill their memory without gaps (also
-    channels-last). All ranks must have equal views, so that equal elements are at equal places of the buffer. The ranks
-    compared the layouts of the parameters before the reducer was made. If a layout has changed since then, they compare `mark`.
+    channels-last). A view keeps these strides if the parameter gets others later, perhaps on some ranks only: equal elements
+    must be at equal places of the buffer on all ranks. So `layouts` are those that all ranks have compared.
 
     Attributes:
         indices: the parameters' indices in the reducer.
         parameters: the parameters.
         names: the parameters' names, for errors.
         buffer: the flat buffer, on the parameters' device, from `group.allocate`.
-        mark: a text for `ProcessGroup.marked` that names a parameter whose layout has changed, or "" if none has.
         views: one view for each parameter. With `as_view` (the user's `gradient_as_bucket_view`), the views are the gradients.
     """
 
@@ -80,7 +64,7 @@ class Bucket:
         indices: Sequence[int],
         parameters: Sequence[torch.nn.Parameter],
         names: Sequence[str],
-        compared_layouts: Sequence[Layout],
+        layouts: Sequence[Layout],
         group: ProcessGroup,
         *,
         as_view: bool = False,
@@ -88,8 +72,7 @@ class Bucket:
         self.indices = list(indices)
         self.parameters = list(parameters)
         self.names = list(names)
-        self._compared_layouts = list(compared_layouts)
-        self._take_layouts()
+        self._layouts = list(layouts)
         self._place = group.place()
         self._world_size = group.size
         self._as_view = as_view
@@ -106,19 +89,13 @@ class Bucket:
         # third of the time of single copies.
         self._holds_vectors = all(parameter.dim() == 1 for parameter in self.parameters)
 
-    def _take_layouts(self) -> None:
-        self._layouts = list(map(Layout.of, self.parameters))
-        found = zip(self.names, self._compared_layouts, self._layouts, strict=True)
-        changed = next((name for name, compared, present in found if compared != present), None)
-        checksum = crc32(repr(self._layouts).encode())
-        self.mark = "" if changed is None else f"changed strides of {changed} (checksum {checksum})"
-
     def views_into(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return one view of a flat buffer for each parameter, as in `views`."""
         views, start = [], 0
         for layout in self._layouts:
             end = start + layout.shape.numel()
-            views.append(layout.view(buffer[start:end]))
+            piece = buffer[start:end]
+            views.append(torch.as_strided(piece, layout.shape, layout.strides, piece.storage_offset()))
             start = end
         return views
 
@@ -168,10 +145,8 @@ class Bucket:
     def _choose_memory(self) -> None:
         # See Note [Aliased gradients] in `gradient_aliasing`.
         if self._aliasing is None:
-            # The user has given a gradient other memory: `gradient.data = ...`. After `module.to(memory_format=...)`, the
-            # layouts are others, too.
+            # The user has given a gradient other memory: `gradient.data = ...`.
             if list(map(_address_of, self.views)) != self._addresses:
-                self._take_layouts()
                 self.views = self.views_into(self.buffer)
             return
         if self._aliasing.is_memory_free():
@@ -312,8 +287,16 @@ class Bucket:
         if all(map(operator.is_, gradients, self.views)):
             return
         try:
-            for index, parameter, gradient, view in zip(self.indices, self.parameters, gradients, self.views, strict=True):
-                if gradient is not view and index not in untouched:
+            members = zip(self.indices, self.parameters, gradients, self.views, self._layouts, strict=True)
+            for index, parameter, gradient, view, layout in members:
+                if gradient is view or index in untouched:
+                    continue
+                # If the parameter has got other strides, the gradient must have them, too, because fused optimizers pair the
+                # elements in the order of memory. So the gradient cannot be the view.
+                if parameter.stride() != view.stride() and Layout.of(parameter) != layout:
+                    with torch.no_grad():
+                        _new_gradient(parameter).copy_(view)
+                else:
                     parameter.grad = view
         except RuntimeError:  # the parameter was converted to another dtype or device
             self._refuse_gradients()
@@ -332,7 +315,7 @@ class Bucket:
                     return
         targets, sources = [], []
         for position, (parameter, gradient, view) in enumerate(zip(self.parameters, gradients, self.views, strict=True)):
-            # A parameter that only other ranks use gets a gradient here, too.
+            # A parameter that only other ranks use gets a gradient here, too. Or other code has dropped the gradient.
             if position not in done:
                 targets.append(_new_gradient(parameter) if gradient is None else gradient)
                 sources.append(view)
@@ -375,6 +358,18 @@ def _some_are_none(gradients: Sequence[torch.Tensor | None]) -> bool:
 
 
 def _new_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    # This rank did not use the parameter, or other code has dropped its gradient.
     parameter.grad = torch.empty_like(parameter)
     return parameter.grad
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps and overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        # The stride of a dimension of length 1 means nothing.
+        if length == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= length
+    return True

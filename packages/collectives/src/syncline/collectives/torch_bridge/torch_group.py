@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -106,7 +105,7 @@ class TorchGroup(ProcessGroup):
         self._device_types = frozenset({"cpu", "cuda"} if served is None else (device.type for device in served))
         self._marks_said, self._marks_compared = 0, 0  # the number of marks set, and of marks compared
         self._marks_digest = 0
-        self._latest_marks: deque[str] = deque(maxlen=_MOST_MARKS)  # since the last comparison, for the error
+        self._new_marks: list[str] = []  # the first marks since the last comparison, for the error
 
     @property
     @override
@@ -155,7 +154,8 @@ class TorchGroup(ProcessGroup):
         In this class, `agree_on_calls` compares only the marks of the ranks, not their calls.
         """
         self._marks_said += 1
-        self._latest_marks.append(mark)
+        if len(self._new_marks) < _MOST_MARKS:
+            self._new_marks.append(mark)
         self._marks_digest = crc32(f"{mark}\n".encode(), self._marks_digest)
         yield
 
@@ -174,8 +174,8 @@ class TorchGroup(ProcessGroup):
         if self.size == 1 or self._marks_said == self._marks_compared or "cpu" not in self._device_types:
             return None
         self._marks_compared = self._marks_said
-        marks, digest = ", ".join(self._latest_marks), self._marks_digest
-        self._latest_marks.clear()
+        marks, digest = ", ".join(self._new_marks), self._marks_digest
+        self._new_marks.clear()
         # MAX of these two gives the largest and the smallest digest, in one reduction.
         numbers = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
         options = dist.AllreduceOptions()
