@@ -637,8 +637,8 @@ class ProcessGroup(ABC):
     def meets_in(self, host: ProcessGroup) -> bool:  # noqa: ARG002 - for subclasses that do
         """Whether the ranks of this group used another group, `host`, to find each other. An NCCL group may do so.
 
-        After a loss, a new group replaces `host`. If this method returns true, `beside` can then replace this group, too. If it
-        returns false, `beside` must not be called.
+        After the loss of a rank, a new group replaces `host`. If this method returns true, call `beside` next, which makes a
+        group that replaces this group, too. If it returns false, do not call `beside`.
         """
         return False
 

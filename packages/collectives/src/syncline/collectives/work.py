@@ -214,7 +214,7 @@ class Work(ABC):
         """Return the output tensors: the same objects that were passed to the collective. Call this method after `wait`."""
 
     def source_rank(self) -> int | None:
-        """Return the sender's rank in the group, after a receive has finished. None for every other work."""
+        """Return the sender's rank in the group, after a receive has finished. Before, and for other calls, None."""
         return None
 
     @abstractmethod

@@ -224,7 +224,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def forward_sync_buffers(self) -> bool:
         """Whether forwards synchronise the buffers, so that all ranks compute with the same buffers. See `forward`.
 
-        If you assign a value, do so on every rank, between the same forwards.
+        If you assign a value, assign it on every rank, after the same number of forwards.
         """
         return self._buffer_sync.enabled
 

@@ -124,7 +124,7 @@ class DiLoCoOptimizer(WrappingOptimizer):
 
     @property
     def statistics(self) -> HookStatistics:
-        """Counts the bytes of the averages of parameters: those that this rank has sent, and those before compression.
+        """Counts bytes when parameters are averaged: the bytes that this rank has sent, and the bytes without compression.
 
         Broadcasts do not count. `seconds_by_stage` stays empty.
         """

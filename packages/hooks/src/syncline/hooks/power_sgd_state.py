@@ -140,7 +140,7 @@ class PowerSGDState:
                 _logger.info("PowerSGD begins after %d steps of plain averaging", self.iter)
 
     def count(self, bucket: Bucket, numel_sent: int) -> None:
-        """Add a compressed bucket to the numbers of `compression_stats()`. Hooks call this method for each such bucket.
+        """Count the elements of a bucket for `compression_stats()`. Hooks call this method for each compressed bucket.
 
         Every `compression_stats_logging_frequency` steps, the method also logs these numbers.
 

@@ -66,7 +66,7 @@ class DynamicUsage(UsageModel):
         skip_unused: leave out a bucket if no rank uses its parameters.
 
     Cost: in each backward, one all_reduce of one byte for each parameter. `skip_unused` adds such an all_reduce at the
-    beginning of backward. A rank waits for this all_reduce only if there is a bucket of which this rank uses no parameter.
+    beginning of backward. A rank waits for this all_reduce only if this rank uses none of the parameters of some bucket.
 
     Raises:
         MisuseError: this version of torch cannot tell which nodes a backward will execute.

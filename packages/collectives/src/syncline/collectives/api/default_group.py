@@ -103,15 +103,15 @@ def init_process_group(
     Args:
         backend: a name from `backend_names()`, or a name for each type of device, such as "cpu:mpi,cuda:nccl". None takes the
             name in the environment variable `SYNCLINE_BACKEND`, or otherwise the name in the site file. If there is no name,
-            Syncline chooses: MPI under an MPI launcher (Gloo if MPI cannot be used); Gloo under another launcher, or with
-            `init_method`, `store` or `world_size`; otherwise a group of one rank. If NCCL can be used (GPUs and CuPy are
-            there), Syncline also chooses NCCL, for tensors on GPUs.
+            the first case that fits decides. Under an MPI launcher: MPI, or Gloo if MPI cannot be used. Under another launcher,
+            or with `init_method`, `store` or `world_size`: Gloo. Otherwise: a group of one rank. If NCCL can be used (GPUs and
+            CuPy are there), Syncline also chooses NCCL, for tensors on GPUs.
         init_method: how the ranks find each other over Gloo: "file:///shared/folder", "tcp://host:port?secret_file=PATH" or
             "env://"; see `rendezvous.store_at`. "mpi://" is the same as backend "mpi".
         timeout: the time limit of each collective, in seconds or as a timedelta. None takes the environment variable
             `SYNCLINE_TIMEOUT_S`, or otherwise the site file's limit, or otherwise 30 minutes.
-        world_size: number of ranks; -1 takes the launcher's number. In a process that a launcher started, another value must
-            agree with the launcher; in a child process of a rank it may differ.
+        world_size: number of ranks; -1 takes the launcher's number. If you pass a number to a process that a launcher started,
+            it must be the launcher's number. Only in a child process of a rank may it be a different one.
         rank: this process's rank; -1 takes the launcher's rank. For other values, see `world_size`.
         store: instead of an `init_method`, a store of the package `stores` or a `torch.distributed.Store`, without keys of an
             earlier run.
