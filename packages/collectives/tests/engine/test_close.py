@@ -121,19 +121,6 @@ def test_a_rank_that_closes_is_told_apart_from_a_rank_that_compares_calls() -> N
     on_ranks(2, TogetherLater, body)
 
 
-def test_a_rank_that_closes_alone_tells_the_others_not_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_group, "_FREE_S", 0.2)
-
-    def body(group: HostGroup, transport: Together) -> None:
-        if group.rank == 0:
-            told = threading.Event()
-            transport.give_up = told.set  # type: ignore[method-assign]
-            group.close()
-            assert told.is_set()
-
-    on_ranks(2, Together, body)
-
-
 def never_closes(group: HostGroup, ended: threading.Event) -> None:
     """Wait until the other rank's close has ended, then abort."""
     assert ended.wait(LIMIT_S / 2), "the close has waited for its own limit"

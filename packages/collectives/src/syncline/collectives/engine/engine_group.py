@@ -233,12 +233,9 @@ class EngineGroup(ProcessGroup, Inherited):
         - If they must close the library's objects together, as with MPI, they wait at most 5 seconds.
 
         If a rank does not come in time, this method raises no error, but communicators of MPI stay open until the process ends.
-        If this rank makes a further call instead, its call fails: over MPI inside one node as soon as this method returns,
-        otherwise at the time limit of the call.
 
         Raises:
-            DisagreementError: the ranks have made different calls. With `check_calls`, also if another rank makes a further
-                call while this rank closes.
+            DisagreementError: the ranks have made different calls, or another rank makes a further call while this rank closes.
             SynclineError: a call that was in flight has failed.
             MisuseError: the method was called in a callback of this group.
         """

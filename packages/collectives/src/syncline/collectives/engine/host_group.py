@@ -509,8 +509,6 @@ class HostGroup(EngineGroup):
         # If a rank has not closed the group, it may still use the library's objects. Then they stay until the process ends.
         elif self._all_close:
             self._close_transport()
-        else:
-            self._transport.give_up()  # a rank that makes a further call instead need not wait for this rank
         if is_in_order and self._leavers is not None:
             self._leavers.is_closed = True
             if self._all_close:

@@ -223,7 +223,7 @@ class SharedSync(Sync):
     def _explained(self, error: Exception, call: Call) -> Exception:
         if isinstance(error, GaveUpError):
             return TransportError(
-                f"rank {error.rank} of this node gave up on a collective of this group, or closed it; see its output"
+                f"rank {error.rank} of this node gave up on a collective of this group; its own error says why"
             )
         if isinstance(error, MPI.Exception):
             return mapped(error)
