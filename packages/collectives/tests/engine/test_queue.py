@@ -235,7 +235,7 @@ def test_stress_one_task_at_a_time_and_in_order(seed: int) -> None:
 @pytest.fixture
 def unattended(recorder: Recorder) -> Recorder:
     """Without a thread that takes what is queued."""
-    recorder.queue._thread = threading.current_thread()
+    recorder.queue._thread = threading.Thread()
     return recorder
 
 

@@ -779,7 +779,7 @@ class ProcessGroup(ABC):
             raise InvalidArgumentError(f"{collective} on {self.place()}: {problem}")
 
     def _check_root(self, collective: str, root: int) -> int:
-        if not checks.is_integer(root) or not 0 <= root < self.size:
+        if not checks.is_integer(root) or not 0 <= int(root) < self.size:
             self._refuse_if(collective, f"expected a root in 0..{self.size - 1}, found {root!r}")
         # An integer of another library would have another digest on this rank, because the digest is made of the text.
         return int(root)
@@ -795,13 +795,13 @@ class ProcessGroup(ABC):
             self._refuse_if(collective, checks.not_one_each(what.removesuffix("s"), tensors, like, self.size))
 
     def _check_peer(self, collective: str, peer: int | None, tag: int) -> None:
-        if not checks.is_integer(tag) or tag < 0:
+        if not checks.is_integer(tag) or int(tag) < 0:
             self._refuse_if(collective, f"expected a tag of 0 or above, found {tag!r}")
         if is_reserved(tag):
             self._refuse_if(collective, f"the tags {FIRST_RESERVED} to {LAST_RESERVED} are for Syncline itself, found {tag}")
         if peer is None and collective == "recv":  # from any rank
             return
-        if not checks.is_integer(peer) or peer == self.rank or not 0 <= peer < self.size:  # type: ignore[operator]
+        if not checks.is_integer(peer) or int(peer) == self.rank or not 0 <= int(peer) < self.size:  # type: ignore[arg-type]
             self._refuse_if(collective, f"expected another rank in 0..{self.size - 1}, found {peer!r}")
 
     def _check_tensors(

@@ -90,8 +90,8 @@ class ModelWatch:
         """Remember the module's submodules, and the attributes that hold parameters, for later comparisons."""
         self.has_sign = False
         parameters: list[Any] = [parameter for _, parameter in self._state.parameters()]
-        # A lazy parameter has no strides yet.
-        self._strides = [(parameter, parameter.stride()) for parameter in parameters if not is_lazy(parameter)]
+        # A lazy parameter has no strides yet. Frozen parameters have no gradients, so their strides are no matter.
+        self._strides = [(p, p.stride()) for p in parameters if p.requires_grad and not is_lazy(p)]
         parts = list(self._state.module.modules())
         self._parts = {self._owner, id(None), *map(id, parts)}  # a container may hold None in place of a layer
         places: Iterable[Any] = map(own_parameters, parts)

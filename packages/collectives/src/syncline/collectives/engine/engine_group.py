@@ -233,9 +233,12 @@ class EngineGroup(ProcessGroup, Inherited):
         - If they must close the library's objects together, as with MPI, they wait at most 5 seconds.
 
         If a rank does not come in time, this method raises no error, but communicators of MPI stay open until the process ends.
+        If that rank makes a further call instead, its call fails: over Gloo when this rank's connections close, over MPI when
+        this rank leaves the job, or at the call's time limit.
 
         Raises:
-            DisagreementError: the ranks have made different calls, or another rank makes a further call while this rank closes.
+            DisagreementError: the ranks have made different calls. Over MPI with `check_calls`, also if another rank makes a
+                further call while this rank closes.
             SynclineError: a call that was in flight has failed.
             MisuseError: the method was called in a callback of this group.
         """

@@ -384,8 +384,9 @@ class HostGroup(EngineGroup):
         sources = [source for source in (self._leavers, self._liveness) if source is not None]
 
         def ask() -> TransportError | None:
-            # After the group's end, the other rank may never come, and nobody else ends this wait.
-            if self._is_over or self._first_failure is not None:
+            # After the group's end, the other rank may never come, and nobody else ends this wait. (`abort` sets the first
+            # failure a moment after `_is_over`.)
+            if self._first_failure is not None or (self._is_over and self._is_closing):
                 return self._words.ended(self._first_failure)
             # Without a peer, such as in a group of one, no source can say that the transfer is in vain.
             if not peers:

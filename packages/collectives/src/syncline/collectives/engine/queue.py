@@ -338,12 +338,14 @@ class Queue:
             tasks.popleft()
             task()
         # An interrupt, such as Ctrl-C, has come before the task was over, because tasks raise no errors. Threads may wait for
-        # the task without a time limit. So put it back for the queue's thread, which gets no interrupts.
+        # the task without a time limit. So put it back for the queue's thread, which gets no interrupts. (On that thread, an
+        # error is a bug, and later tasks must not wait behind this one.)
         except BaseException:
-            if not (tasks and tasks[0] is task):
-                tasks.appendleft(task)
-            with self._changed:
-                self._changed.notify_all()
+            if threading.current_thread() is not self._thread:
+                if not (tasks and tasks[0] is task):
+                    tasks.appendleft(task)
+                with self._changed:
+                    self._changed.notify_all()
             raise
 
 

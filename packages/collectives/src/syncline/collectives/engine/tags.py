@@ -28,7 +28,8 @@ TRACE_CLOCK = ReservedTag(32_766)
 
 def is_reserved(tag: int) -> bool:
     """Whether a program must not use this tag. False for a `ReservedTag`, which only Syncline uses."""
-    return FIRST_RESERVED <= tag <= LAST_RESERVED and not isinstance(tag, ReservedTag)
+    # `int`: a comparison of an 8-bit integer of another library with 32000 would overflow.
+    return FIRST_RESERVED <= int(tag) <= LAST_RESERVED and not isinstance(tag, ReservedTag)
 
 
 # ---- on the wire ----

@@ -137,13 +137,18 @@ class TransferWork(Work):
 
     def _drive(self, scope: CancelScope) -> None:
         def waited() -> bool:
-            self._request.wait(scope)
+            try:
+                self._request.wait(scope)
+            except BaseException as error:
+                # The transfer may have ended while this thread slept, just before the reason to give up came.
+                if error is not scope.reason or not self._request.test():
+                    raise
             return True
 
         try:
             self._finish_if(waited, scope)
         except SynclineError as reason:  # the scope's reason; the transfer itself goes on
-            raise reason.reworded(f"{self._describe()}: {reason}") from None
+            raise reason.reworded(f"{self._describe()}: {reason}") from reason.__cause__
 
     def _finish_if(self, is_over: Callable[[], bool], scope: CancelScope | None = None) -> None:
         try:

@@ -46,9 +46,9 @@ def both_send_first(group: ProcessGroup) -> None:
 def tags(group: ProcessGroup) -> None:
     """Check that a receive gets the message with its tag, even if a message with another tag was sent first.
 
-    A sender passes one of the tags as an integer of 8 bits.
+    A sender passes one of the tags as an integer of 8 bits, with which a comparison with a large number overflows.
     """
-    narrow: int = torch.tensor(8, dtype=torch.int8)  # type: ignore[assignment]
+    narrow: int = torch.tensor(8, dtype=torch.uint8)  # type: ignore[assignment]
     if group.rank == 0:
         for peer in range(1, group.size):
             second, first = torch.zeros(3), torch.zeros(3)

@@ -298,7 +298,8 @@ class MPITransport(LibraryTransport):
     def close(self) -> None:
         """Free the communicators, on all ranks. Afterwards, no rank may send a status line (see `MPIStatusPost`)."""
         try:
-            self._drop_unreceived(Call(Signature("close"), scope=CancelScope(_CLOSE_S)))
+            with mpi_errors():
+                self._drop_unreceived(Call(Signature("close"), scope=CancelScope(_CLOSE_S)))
         except (TimeoutError, TransportError) as error:
             # A rank has been lost meanwhile. The communicators stay until the process ends, so that nobody gets their messages.
             logger.info("rank %d keeps the communicators of a group that it has closed: %s", self._rank, error)
@@ -312,19 +313,21 @@ class MPITransport(LibraryTransport):
 
         MPI does not drop these messages when it frees the communicator: the next communicator with the same number gets them.
 
-        Cost: a reduction of a number for each rank, an empty message to each rank to which this rank has sent, and a barrier.
+        Cost: an all-to-all of one number for each pair of ranks, an empty message to each rank to which this rank has sent, and
+        a barrier.
         """
-        # [1] How many ranks have sent messages to this rank?
+        # [1] Which ranks have sent messages to this rank?
         mine = array("q", [rank in self._sent_to for rank in range(self._size)])
-        senders = array("q", [0])
-        counted = ([mine, MPI.INT64_T], [senders, MPI.INT64_T])
-        self._messages.run(call, lambda: self._private.Ireduce_scatter_block(*counted))
+        theirs = array("q", [0] * self._size)
+        told = ([mine, MPI.INT64_T], [theirs, MPI.INT64_T])
+        self._messages.run(call, lambda: self._private.Ialltoall(*told))
         # [2] MPI keeps the order of a rank's messages. So if the last message of a rank is here, all its messages are here.
         last, nothing = wire_tag(LAST_MESSAGE, torch.uint8, self._largest_tag), [bytearray(), MPI.BYTE]
         for rank in sorted(self._sent_to):
             self._messages.run(call, lambda rank=rank: self._communicator.Isend(nothing, rank, last))  # type: ignore[misc]
-        for _ in range(senders[0]):
-            self._messages.run(call, lambda: self._communicator.Irecv(nothing, MPI.ANY_SOURCE, last))
+        # Not from any rank: see Note [A receive for each rank] in `stores.over_group`.
+        for rank in (rank for rank in range(self._size) if theirs[rank]):
+            self._messages.run(call, lambda rank=rank: self._communicator.Irecv(nothing, rank, last))  # type: ignore[misc]
         # [3] The messages that are left were never received.
         dropped, status = Counter[int](), MPI.Status()
         while (found := self._communicator.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
