@@ -248,49 +248,33 @@ def test_a_channels_last_parameter_keeps_its_strides(as_view: bool) -> None:
 
 
 @pytest.mark.parametrize("as_view", VIEWS)
-@pytest.mark.parametrize("changes_before", [0, 1, 2], ids=["at once", "before the rebuild", "after the rebuild"])
+@pytest.mark.parametrize("keeps_gradients", [False, True], ids=["new gradients", "kept gradients"])
+@pytest.mark.parametrize("changes_before", [0, 1, 2, 3], ids=["at once", "before the rebuild", "after the rebuild", "later"])
 @pytest.mark.parametrize("who", ["one rank", "all ranks"])
-def test_strides_that_change_mix_no_gradients(as_view: bool, changes_before: int, who: str) -> None:
-    """Equal elements must be at equal places of the buffer on all ranks, although nobody reports the change."""
+def test_strides_that_change_mix_no_gradients(as_view: bool, keeps_gradients: bool, changes_before: int, who: str) -> None:
+    """Equal elements must be at equal places of the buffer on all ranks, although nobody reports the change.
+
+    `module.to(memory_format=...)` also gives the gradients, which may be views of the buckets, other memory.
+    """
 
     def body(group: ProcessGroup) -> None:
         first = torch.nn.Parameter(torch.ones(2, 3, 4, 5, dtype=torch.float64))
         parameters = [("conv", first), *make_parameters((3,))]
         reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view)
-        for iteration in range(4):
+        for iteration in range(5):
+            for _, parameter in parameters:
+                if keeps_gradients and parameter.grad is not None:
+                    parameter.grad.zero_()
+                else:
+                    parameter.grad = None
             if iteration == changes_before and (group.rank == 1 or who == "all ranks"):
                 first.data = first.data.to(memory_format=torch.channels_last)
-            for _, parameter in parameters:
-                parameter.grad = None
+                if first.grad is not None:
+                    first.grad.data = first.grad.data.to(memory_format=torch.channels_last)
             backward(reducer, lambda: linear_loss(parameters, group.rank))
             for index, gradient in enumerate(gradients(parameters)):
                 assert torch.equal(gradient, average(2, index, gradient))
             # Fused optimizers expect the strides of the parameter.
-            assert first.grad is not None
-            assert first.grad.stride() == first.stride()
-
-    run_ranks(2, body)
-
-
-@pytest.mark.parametrize("who", ["one rank", "all ranks"])
-def test_strides_may_change_together_with_gradients_that_are_views(who: str) -> None:
-    """`module.to(memory_format=...)` also gives the gradients, which are views of the buckets, other memory."""
-
-    def body(group: ProcessGroup) -> None:
-        first = torch.nn.Parameter(torch.ones(2, 3, 4, 5, dtype=torch.float64))
-        parameters = [("conv", first), *make_parameters((3,))]
-        reducer = Reducer(parameters, group, gradient_as_bucket_view=True)
-        for iteration in range(5):
-            for _, parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.zero_()
-            if iteration == 3 and (group.rank == 1 or who == "all ranks"):
-                assert first.grad is not None
-                first.data = first.data.to(memory_format=torch.channels_last)
-                first.grad.data = first.grad.data.to(memory_format=torch.channels_last)
-            backward(reducer, lambda: linear_loss(parameters, group.rank))
-            for index, gradient in enumerate(gradients(parameters)):
-                assert torch.equal(gradient, average(2, index, gradient))
             assert first.grad is not None
             assert first.grad.stride() == first.stride()
 

@@ -287,17 +287,9 @@ class Bucket:
         if all(map(operator.is_, gradients, self.views)):
             return
         try:
-            members = zip(self.indices, self.parameters, gradients, self.views, self._layouts, strict=True)
-            for index, parameter, gradient, view, layout in members:
-                if gradient is view or index in untouched:
-                    continue
-                # If the parameter has got other strides, the gradient must have them, too, because fused optimizers pair the
-                # elements in the order of memory. So the gradient cannot be the view.
-                if parameter.stride() != view.stride() and Layout.of(parameter) != layout:
-                    with torch.no_grad():
-                        _new_gradient(parameter).copy_(view)
-                else:
-                    parameter.grad = view
+            for index, parameter, gradient, view in zip(self.indices, self.parameters, gradients, self.views, strict=True):
+                if gradient is not view and index not in untouched:
+                    set_view(parameter, view)
         except RuntimeError:  # the parameter was converted to another dtype or device
             self._refuse_gradients()
             raise
@@ -355,6 +347,18 @@ def _is_as_good_as(gradient: torch.Tensor, view: torch.Tensor) -> bool:
 
 def _some_are_none(gradients: Sequence[torch.Tensor | None]) -> bool:
     return any(map(operator.is_, gradients, repeat(None)))
+
+
+def set_view(parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
+    """Make a view of a bucket the parameter's gradient, or a copy of the view if the parameter has other strides now.
+
+    Fused optimizers pair the elements of parameters and gradients in the order of memory.
+    """
+    if parameter.stride() == view.stride() or Layout.of(parameter).strides == view.stride():
+        parameter.grad = view
+    else:
+        with torch.no_grad():
+            _new_gradient(parameter).copy_(view)
 
 
 def _new_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from syncline.collectives import ProcessGroup
 
-from .bucket import Bucket, Layout
+from .bucket import Bucket, Layout, set_view
 from .bucket_assignment import GradientSpec, assign_buckets
 from .sparse_bucket import AnyBucket, SparseBucket
 
@@ -74,7 +74,7 @@ class BucketBuilder:
                     # Move the gradient from its old bucket to the new one. The last move frees the old bucket's memory.
                     if index in kept_views and parameter.grad is not None:
                         view.copy_(parameter.grad)
-                        parameter.grad = view
+                        set_view(parameter, view)
         return buckets
 
     def _assign(self, order: Sequence[int], caps_bytes: Sequence[int]) -> list[list[int]]:

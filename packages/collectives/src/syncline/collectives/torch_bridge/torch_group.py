@@ -103,7 +103,6 @@ class TorchGroup(ProcessGroup):
         self.torch_group = torch_group  # typed as Any: the stub of Backend has no collectives
         served = getattr(torch_group, "_device_types", None)  # a backend has no such attribute
         self._device_types = frozenset({"cpu", "cuda"} if served is None else (device.type for device in served))
-        self._marks_said, self._marks_compared = 0, 0  # the number of marks set, and of marks compared
         self._marks_digest = 0
         self._new_marks: list[str] = []  # the first marks since the last comparison, for the error
 
@@ -153,7 +152,6 @@ class TorchGroup(ProcessGroup):
 
         In this class, `agree_on_calls` compares only the marks of the ranks, not their calls.
         """
-        self._marks_said += 1
         if len(self._new_marks) < _MOST_MARKS:
             self._new_marks.append(mark)
         self._marks_digest = crc32(f"{mark}\n".encode(), self._marks_digest)
@@ -171,9 +169,8 @@ class TorchGroup(ProcessGroup):
         Raises:
             DisagreementError: the marks differ. All ranks raise this error; with `async_op=True`, the work's `wait` raises it.
         """
-        if self.size == 1 or self._marks_said == self._marks_compared or "cpu" not in self._device_types:
+        if self.size == 1 or not self._new_marks or "cpu" not in self._device_types:
             return None
-        self._marks_compared = self._marks_said
         marks, digest = ", ".join(self._new_marks), self._marks_digest
         self._new_marks.clear()
         # MAX of these two gives the largest and the smallest digest, in one reduction.
