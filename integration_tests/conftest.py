@@ -12,7 +12,7 @@ import pytest
 
 from syncline.collectives.startup.launch import detect_launch
 from test_support.fixtures import preloaded, preloaded_python, pytest_collection_finish, python
-from test_support.jobs import Finished, finished, mpiexec_of_tests, ranks_logs, skip_without_mpiexec
+from test_support.jobs import LIMIT_S, Finished, finished, mpiexec_of_tests, ranks_logs, skip_without_mpiexec
 from test_support.preloaded import OPTIMIZERS
 
 PLUGIN = "syncline.collectives.testing.pytest_plugin"
@@ -56,7 +56,7 @@ def run_job(tmp_path: Path, preloaded: list[str]) -> RunJob:
     skip_without_mpiexec(mpiexec)
 
     def run(
-        ranks: int | None, script: str, *arguments: str, timeout_s: float = 60.0, plain: bool = False, **variables: str
+        ranks: int | None, script: str, *arguments: str, timeout_s: float = LIMIT_S, plain: bool = False, **variables: str
     ) -> Finished:
         path = tmp_path / "script.py"
         path.write_text(textwrap.dedent(script))

@@ -17,7 +17,7 @@ JOB = Path(__file__).with_name("native_ddp_comparison.py")
 @pytest.mark.launch
 @pytest.mark.parametrize("ranks", cases([3], in_full=[2]))
 def test_gradients_and_state_equal_native_ddps(run_job: Callable[..., Any], tmp_path: Path, ranks: int) -> None:
-    finished = run_job(ranks, "", str(JOB), str(tmp_path / "rendezvous"), timeout_s=110.0)
+    finished = run_job(ranks, "", str(JOB), str(tmp_path / "rendezvous"))
 
     assert finished.status == 0, finished.output
     lines = [line.removeprefix("COMPARED ") for line in finished.output.splitlines() if line.startswith("COMPARED ")]

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from test_support.full_run import cases
+from test_support.jobs import LIMIT_S
 
 pytest.importorskip("sklearn", reason="install syncline-ddp[examples]")
 
 SCRIPT = Path(__file__).parents[1] / "packages" / "ddp" / "examples" / "digits" / "digits.py"
-LIMIT_S = 100.0
 # Open MPI needs these as root and with more ranks than cores; other MPIs do not know them.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

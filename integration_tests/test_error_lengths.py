@@ -102,13 +102,13 @@ def check(output: str, words: str) -> None:
 def test_one_failure_over_mpi(run_job: Callable[..., Any], what: str) -> None:
     program, words = FAILURES[what]
     limit_s = "3" if what == "a stopped rank" else "60"
-    job = run_job(4, "", "-c", f"{BEGIN}{program}{END}", timeout_s=120, LIMIT_S=limit_s)
+    job = run_job(4, "", "-c", f"{BEGIN}{program}{END}", LIMIT_S=limit_s)
     assert job.status != 0
     check(job.output, words)
 
 
 def test_a_killed_rank_over_mpi(run_job: Callable[..., Any]) -> None:
-    job = run_job(4, "", "-c", f"{BEGIN}{KILLED}{END}", timeout_s=120)
+    job = run_job(4, "", "-c", f"{BEGIN}{KILLED}{END}")
     assert job.status != 0
     assert len(job.output.splitlines()) <= MOST_LINES, job.output
     assert job.output.count(FULL) <= 1, job.output
@@ -120,7 +120,7 @@ def test_one_failure_under_torchrun(run_job: Callable[..., Any], tmp_path: Path,
     program, words = FAILURES[what]
     (tmp_path / "train.py").write_text(f"{BEGIN}{program}{END}")
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "4", "--redirects", "3", "--log-dir", str(tmp_path / "logs"))
-    job = run_job(None, "", *torchrun, str(tmp_path / "train.py"), timeout_s=180, SYNCLINE_BACKEND="gloo")
+    job = run_job(None, "", *torchrun, str(tmp_path / "train.py"), SYNCLINE_BACKEND="gloo")
     assert job.status != 0
     logs = sorted((tmp_path / "logs").rglob("std*.log"))
     assert len(logs) == 8, logs
@@ -129,6 +129,6 @@ def test_one_failure_under_torchrun(run_job: Callable[..., Any], tmp_path: Path,
 
 def test_a_setting_brings_the_frames_back(run_job: Callable[..., Any]) -> None:
     program, _ = FAILURES["other calls"]
-    job = run_job(2, "", "-c", f"{BEGIN}{program.replace('== 2', '== 1')}{END}", timeout_s=120, SYNCLINE_FULL_TRACEBACKS="1")
+    job = run_job(2, "", "-c", f"{BEGIN}{program.replace('== 2', '== 1')}{END}", SYNCLINE_FULL_TRACEBACKS="1")
     assert job.output.count(FULL) == 1, job.output
     assert "/src/syncline/" in job.output or f"site-packages{'/'}syncline" in job.output, job.output

@@ -18,10 +18,11 @@ import pytest
 
 from test_support.fixtures import is_installed, python_that_has_loaded
 from test_support.full_run import cases
+from test_support.jobs import LIMIT_S
 from test_support.preloaded import OPTIMIZERS, PreloadedPython
 
 # The first test waits until everything that the scripts load was loaded once.
-pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -29,7 +30,6 @@ RUNNER = Path(__file__).with_name("example_runner.py")
 PAGE = ROOT / "docs" / "examples.md"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
 MOST_LINES = 119
-LIMIT_S = 100.0
 NEEDS = {
     "elastic.py": ("sklearn",),
     "hf_trainer.py": ("transformers", "accelerate"),

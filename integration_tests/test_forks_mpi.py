@@ -143,7 +143,7 @@ else:
 def test_the_end_of_a_fork_ends_neither_mpi_nor_the_job(run_job, tmp_path: Path) -> None:
     script = tmp_path / "ends.py"
     script.write_text(ENDS)
-    job = run_job(2, "", str(script), str(tmp_path), timeout_s=60.0)
+    job = run_job(2, "", str(script), str(tmp_path))
     assert job.status == 0, job.output
     for rank in range(2):
         assert f"rank {rank} is done" in job.output
@@ -189,7 +189,7 @@ if __name__ == "__main__":
 def test_processes_that_ranks_start_by(run_job, tmp_path: Path, method: str) -> None:
     script = tmp_path / "workers.py"
     script.write_text(WORKERS)
-    job = run_job(2, "", str(script), method, timeout_s=110.0)
+    job = run_job(2, "", str(script), method)
     assert job.status == 0, job.output
     for rank in range(2):
         assert f"rank {rank} trained with {method}" in job.output

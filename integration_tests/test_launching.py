@@ -5,18 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.launch
 
-SOON_S = 30.0  # with the start of the ranks on a busy machine; without a limit these jobs would never end
-
 
 def test_a_rank_raises_in_the_middle_of_a_step(run_job) -> None:
-    start_s = time.monotonic()
     job = run_job(
         2,
         """
@@ -39,12 +35,10 @@ def test_a_rank_raises_in_the_middle_of_a_step(run_job) -> None:
     assert "in step" in job.output
     assert "ValueError: the loss is not finite" in job.output
     assert "not reached" not in job.output
-    assert time.monotonic() - start_s < SOON_S
 
 
 def test_a_rank_that_left_early_fails_those_who_wait_for_it_and_nobody_else(run_job) -> None:
     """Rank 0 returns without closing the group. Rank 1 waits for it, in a collective and in a receive; rank 2 does not."""
-    start_s = time.monotonic()
     job = run_job(
         3,
         """
@@ -59,10 +53,9 @@ def test_a_rank_that_left_early_fails_those_who_wait_for_it_and_nobody_else(run_
             if group.rank == 0:
                 return
             if group.rank == 2:
-                time.sleep(60.0)  # the job ends long before
+                time.sleep(600)  # the job ends long before
                 sys.stdout.write("rank 2 is done\\n")
                 return
-            start_s = time.monotonic()
             try:
                 pair.recv(torch.ones(3), src=0)
             except TransportError as error:
@@ -78,7 +71,6 @@ def test_a_rank_that_left_early_fails_those_who_wait_for_it_and_nobody_else(run_
     assert "Error: all_reduce(float32[3], op=SUM), number 0 on rank 1" in job.output
     assert "rank(s) 0 of the job left without taking part" in job.output
     assert "rank 2 is done" not in job.output  # rank 1's uncaught failure ended the job at once
-    assert time.monotonic() - start_s < SOON_S
 
 
 def test_who_finishes_first_ends_no_work_of_others(run_job) -> None:
@@ -124,7 +116,6 @@ def test_an_exit_status_is_kept_and_ends_no_work_once_the_group_is_closed(run_jo
 
 def test_an_exit_status_ends_the_job_at_once(run_job) -> None:
     """Also if the script closes the group on its way out, because the others have not closed it."""
-    start_s = time.monotonic()
     job = run_job(
         2,
         """
@@ -140,7 +131,7 @@ def test_an_exit_status_ends_the_job_at_once(run_job) -> None:
             group.barrier()
             if group.rank == 1:
                 sys.exit(3)
-            time.sleep(60)
+            time.sleep(600)
         finally:
             destroy_process_group()
         """,
@@ -148,7 +139,6 @@ def test_an_exit_status_ends_the_job_at_once(run_job) -> None:
     assert job.status == 3, job.output
     assert "rank 1 of 2" in job.output
     assert "exits with status 3 and ends the job" in job.output
-    assert time.monotonic() - start_s < SOON_S
 
 
 def test_an_exception_at_a_prompt_ends_what_was_typed(run_job) -> None:
@@ -185,7 +175,7 @@ def test_a_collective_that_not_all_call_times_out(run_job) -> None:
         group = init_process_group(timeout=1.5)
         if group.rank == 0:
             group.all_reduce(torch.ones(10))
-        time.sleep(60)
+        time.sleep(600)
         """,
     )
     assert job.status != 0
@@ -259,7 +249,7 @@ def test_ranks_that_torchrun_starts_again_meet_again(run_job, through: str) -> N
         if attempt == "0" and os.environ["RANK"] == "1":
             os._exit(3)
         if attempt == "0":
-            time.sleep(60)  # torchrun ends this rank
+            time.sleep(600)  # torchrun ends this rank
         """,
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"),
         *("script.py", through),

@@ -19,7 +19,7 @@ def test_hooks_resume_bitwise_on_as_many_ranks_and_up_to_rounding_on_more(run_jo
     def run(ranks: int, name: str, *words: str) -> dict[str, Any]:
         folder = tmp_path / name
         folder.mkdir()
-        finished = run_job(ranks, "", str(JOB), str(folder), *words, timeout_s=110.0)
+        finished = run_job(ranks, "", str(JOB), str(folder), *words)
         assert finished.status == 0, finished.output
         return torch.load(folder / "found.pt")  # type: ignore[no-any-return]
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,12 @@ import pytest
 from benchmarks.emulated_hosts import EmulatedHosts, check_possible
 from commands import ToolError
 from mpi_runtimes import find
+from test_support.jobs import LIMIT_S
 
 pytestmark = pytest.mark.launch
 
 RUN = ("-m", "syncline.collectives", "run")
 PYTHON = Path(sys.executable)
-SOON_S = 30.0  # with the start of the ranks on a busy machine; without a limit these jobs would never end
 
 
 def lines(output: str, pattern: str) -> list[str]:
@@ -123,7 +122,7 @@ def test_as_with_python(run_job, tmp_path: Path, words: tuple[str, ...]) -> None
         text = "" if name.endswith("__init__.py") else textwrap.dedent(MAIN)
         (tmp_path / name).write_text(text)
     expected, found = (
-        subprocess.run([sys.executable, *run, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        subprocess.run([sys.executable, *run, *words], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
         for run in ((), RUN)
     )
     assert expected.stdout
@@ -255,7 +254,6 @@ def test_synclines_ddp_takes_the_place_of_torchs(run_job, tmp_path: Path) -> Non
 
 
 def test_an_uncaught_exception_ends_the_job_with_one_traceback(run_job) -> None:
-    start_s = time.monotonic()
     script = """
         import time
         import torch.distributed as dist
@@ -264,7 +262,7 @@ def test_an_uncaught_exception_ends_the_job_with_one_traceback(run_job) -> None:
             if dist.get_rank() == 1:
                 raise ValueError("the loss is not finite")
             dist.barrier()
-            time.sleep(60)
+            time.sleep(600)
         step()
     """
     job = run_job(2, script, *RUN, "script.py")
@@ -273,7 +271,6 @@ def test_an_uncaught_exception_ends_the_job_with_one_traceback(run_job) -> None:
     assert re.search(r'Traceback.*\n.*File ".*/script.py", line 10, in <module>', job.output), job.output
     assert "ValueError: the loss is not finite" in job.output
     assert re.search(r"\[syncline\] rank 1 of 2 \(host .*\) failed and ends the job", job.output)
-    assert time.monotonic() - start_s < SOON_S
 
 
 @pytest.mark.parametrize("backend", ["auto", "keep"])
@@ -292,7 +289,6 @@ def test_ranks_that_fail_together_print_one_traceback(run_job, backend: str) -> 
 
 
 def test_a_rank_whose_own_excepthook_fails_ends_the_job(run_job) -> None:
-    start_s = time.monotonic()
     script = """
         import os, sys, time
         def hook(kind, error, trace):
@@ -300,29 +296,26 @@ def test_a_rank_whose_own_excepthook_fails_ends_the_job(run_job) -> None:
         sys.excepthook = hook
         if os.environ["RANK"] == "1":
             raise ValueError("the loss is not finite")
-        time.sleep(60)
+        time.sleep(600)
     """
     job = run_job(2, script, *RUN, "script.py")
     assert job.status == 1
     for words in ("Error in sys.excepthook", "OSError: no space left", "ValueError: the loss is not finite", "ends the job"):
         assert words in job.output, job.output
-    assert time.monotonic() - start_s < SOON_S
 
 
 def test_a_status_of_one_rank_ends_the_job_after_its_exit_handlers(run_job) -> None:
-    start_s = time.monotonic()
     script = """
         import atexit, os, sys, time
         if os.environ["RANK"] == "1":
             atexit.register(print, "the handler of rank 1", flush=True)
             sys.exit(3)
-        time.sleep(60)
+        time.sleep(600)
     """
     job = run_job(2, script, *RUN, "script.py")
     assert job.status == 3
     assert "the handler of rank 1" in job.output
     assert re.search(r"rank 1 of 2 .* exits with status 3 and ends the job", job.output)
-    assert time.monotonic() - start_s < SOON_S
 
 
 def test_a_status_that_skips_exit_handlers_ends_the_job_too(run_job) -> None:
@@ -334,7 +327,7 @@ def test_a_status_that_skips_exit_handlers_ends_the_job_too(run_job) -> None:
         dist.barrier()
         if os.environ["RANK"] == "1":
             os._exit(7)
-        time.sleep(60)
+        time.sleep(600)
     """
     job = run_job(2, script, *RUN, "script.py")
     assert job.status == 7, job.output
@@ -428,7 +421,7 @@ def test_a_traceback_is_tagged_to_its_end(run_job) -> None:
         import os, time
         if os.environ["RANK"] == "1":
             raise ValueError("at the end")
-        time.sleep(60)
+        time.sleep(600)
     """
     job = run_job(2, script, *RUN, "--tag-output", "script.py")
     assert job.status == 1
@@ -485,7 +478,7 @@ def test_an_error_in_one_nodes_copy_ends_all(tmp_path: Path) -> None:
     there = [["-n", "1", "-wdir", str(tmp_path / str(rank)), *command] for rank in range(2)]
     mpiexec = str(PYTHON.parent / "mpiexec")
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([mpiexec, *there[0], ":", *there[1]], env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([mpiexec, *there[0], ":", *there[1]], env=environ, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stderr.count("syncline run: ") == 1
     assert re.search(r"rank 1 of 2 \(.*\): the script is no Python:", done.stderr), done.stderr
@@ -566,30 +559,28 @@ def test_ranks_of_its_own(tmp_path: Path, way: str, carrier: str) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(SUM))
     command = [sys.executable, *ALONE[way], "-n", "2", "script.py", "-n", "7"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, input="typed", capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, env=environ, input="typed", capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert lines(done.stdout, "sum") == [f"sum 3.0 {carrier} 2 ['-n', '7'] ", f"sum 3.0 {carrier} 2 ['-n', '7'] typed"]
 
 
 @pytest.mark.parametrize("way", ALONE)
 def test_a_rank_that_fails_ends_those_of_its_own(tmp_path: Path, way: str) -> None:
-    start_s = time.monotonic()
     (tmp_path / "script.py").write_text(
-        "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(6)\ntime.sleep(60)\nprint('not reached')\n"
+        "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(6)\ntime.sleep(600)\nprint('not reached')\n"
     )
     command = [sys.executable, *ALONE[way], "-n", "3", "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 6, done.stdout + done.stderr
     assert "not reached" not in done.stdout
     assert re.search(r"rank 1 .* exit(s|ed) with status 6", done.stderr), done.stderr
-    assert time.monotonic() - start_s < SOON_S
 
 
 def test_a_broken_output_leaves_the_errors_that_a_rank_prints(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("for _ in range(100_000):\n    print('a long line of output')\n")
     command = [sys.executable, *ALONE["processes"], "-n", "1", "--tag-output", "script.py"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S)
     assert done.returncode != 0
     assert "[0] BrokenPipeError" in done.stderr, done.stderr
     assert "output.py" not in done.stderr
@@ -616,14 +607,14 @@ def test_signals_are_handed_on(tmp_path: Path, way: str) -> None:
     command = [sys.executable, *ALONE[way], "-n", "2", "script.py"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
-        limit = threading.Timer(SOON_S, os.killpg, (process.pid, signal.SIGKILL))
+        limit = threading.Timer(LIMIT_S, os.killpg, (process.pid, signal.SIGKILL))
         limit.start()
         ready = [process.stdout.readline() for _ in range(2)]
         process.send_signal(signal.SIGUSR1)
         heard = [process.stdout.readline() for _ in range(2)]
         process.send_signal(signal.SIGTERM)
         heard += [process.stdout.readline() for _ in range(2)]
-        process.wait(timeout=30)
+        process.wait(timeout=LIMIT_S)
         limit.cancel()
     assert sorted(ready) == [f"rank {rank} is ready\n" for rank in range(2)]
     assert sorted(heard[:2]) == [f"rank {rank} heard SIGUSR1\n" for rank in range(2)]
@@ -667,7 +658,7 @@ def test_the_address_of_rank_0_is_reached_from_another_host(tmp_path: Path) -> N
         environ = {"PATH": f"{PYTHON.parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         job = hosts.start(line, environ)
         try:
-            output, _ = job.communicate(timeout=100)
+            output, _ = job.communicate(timeout=LIMIT_S)
         finally:
             job.kill()
     assert job.returncode == 0, output

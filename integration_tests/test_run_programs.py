@@ -22,10 +22,11 @@ from commands import ToolError
 from mpi_runtimes import find
 from test_support.fixtures import is_installed, python_that_has_loaded
 from test_support.full_run import cases
+from test_support.jobs import LIMIT_S
 from test_support.preloaded import OPTIMIZERS, PreloadedPython
 
 # The first test waits until everything that the programs load was loaded once.
-pytestmark = [pytest.mark.launch, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
 
 PAGE = Path(__file__).parent.parent / "docs" / "moving" / "from-torchrun.md"
 PROGRAMS = Path(__file__).parent / "torchrun_programs"
@@ -56,7 +57,6 @@ NEEDS = {
     "with_torchmetrics.py": "torchmetrics",
     "with_transformers.py": "transformers.trainer",
 }
-LIMIT_S = 60.0
 PATIENCE_S = 5.0
 
 
@@ -166,7 +166,7 @@ def test_like_torchrun(loaded: PreloadedPython | None, program: str, way: str) -
         output, problems = process.communicate(STDIN.get(program, b""), timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         process.terminate()
-        output, problems = process.communicate(timeout=10)
+        output, problems = process.communicate(timeout=60)
         pytest.fail(f"it did not end within {LIMIT_S:g} s:\n{output.decode()}\n{problems.decode()}")
     assert process.returncode == STATUS.get(program, 0), f"{output.decode()}\n{problems.decode()}"
     found = losses(output)

@@ -21,7 +21,7 @@ JOB = str(Path(__file__).parents[1] / "packaging" / "reframe" / "src" / "job.py"
     ),
 )
 def test_a_healthy_job_says_so_once(run_job, name: str, said: str) -> None:
-    job = run_job(2, "", JOB, name, timeout_s=100.0)
+    job = run_job(2, "", JOB, name)
     assert job.status == 0, job.output
     assert len(re.findall(said, job.output, re.MULTILINE)) == 1
 

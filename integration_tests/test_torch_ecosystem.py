@@ -38,7 +38,7 @@ USUAL = [program for program in PROGRAMS if program not in IN_FULL]
 @pytest.mark.parametrize("program", cases(USUAL, in_full=IN_FULL))
 def test_like_gloo(run_job, tmp_path: Path, program: str) -> None:
     skip_without(PROGRAMS[program])
-    job = run_job(2, "", str(SCRIPT), program, str(tmp_path), timeout_s=110.0)
+    job = run_job(2, "", str(SCRIPT), program, str(tmp_path))
     assert job.status == 0, job.output
     for rank in range(2):
         assert f"EQUAL {program} on rank {rank}" in job.output
@@ -46,7 +46,7 @@ def test_like_gloo(run_job, tmp_path: Path, program: str) -> None:
 
 def test_accelerates_own_scripts(run_job) -> None:
     skip_without("accelerate")
-    job = run_job(2, "", str(ACCELERATE_SCRIPTS), timeout_s=110.0)
+    job = run_job(2, "", str(ACCELERATE_SCRIPTS))
     assert job.status == 0, job.output
     for script in ("test_ops", "test_sync", "test_script"):
         for rank in range(2):
@@ -161,7 +161,7 @@ dist.destroy_process_group()
 
 def test_a_failed_all_reduce_is_an_error_of_torchs_ddp(run_job) -> None:
     """C++ code waits for it there; the process continues with its other groups."""
-    job = run_job(2, FAILED_GRADIENTS, timeout_s=110.0)
+    job = run_job(2, FAILED_GRADIENTS)
     assert job.status == 0, job.output
     for name in ("no hook", "torch's hook", "our hook"):
         told = "".join(job.output.partition(f"{name} on rank 1: ")[2].splitlines(keepends=True)[:4])

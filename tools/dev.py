@@ -144,8 +144,8 @@ INNER = {
     "reducer": (".",),
     "ddp": (".",),
 }
-NEWEST_LIMITS_S = (480.0, 900.0)  # to install the newest torch, and for its tests, which take about four minutes
-RANKS_TIMEOUT_S = 300.0
+NEWEST_LIMITS_S = (480.0, 1800.0)  # to install the newest torch, and for its tests, which take about four minutes
+RANKS_TIMEOUT_S = 600.0
 # For a verb that runs as a part of `test`, and for every part of `test --full`, which has several times as many tests as usual.
 FULL_LIMIT_S = 3600.0
 # Unbuffered, so that a killed rank leaves its output; one thread, because ranks share cores. Tests provoke failures, so reports

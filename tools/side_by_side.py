@@ -25,7 +25,7 @@ class Job:
     name: str
     command: tuple[str | Path, ...]
     env: Mapping[str, str] = field(default_factory=dict)
-    timeout_s: float = 1200.0
+    timeout_s: float = 2400.0
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,10 @@ class Finished:
     output: str
 
 
+# A job takes some seconds on free cores, and fifteen times as long on busy ones. Only one that hangs takes longer than this.
+LIMIT_S = 180.0
+
+
 def mpiexec_of_tests() -> list[str]:
     """The mpiexec with its options: SYNCLINE_TEST_MPIEXEC, by default the mpiexec next to this Python. It may not exist."""
     return shlex.split(os.environ.get("SYNCLINE_TEST_MPIEXEC", str(Path(sys.executable).parent / "mpiexec")))
@@ -79,6 +83,6 @@ def run_within(
     except subprocess.TimeoutExpired:
         is_late = True
         process.terminate()  # mpiexec passes it on to the ranks
-        output, _ = process.communicate(timeout=10)
+        output, _ = process.communicate(timeout=60)
     output = "".join([output, *(rank_log.read(logs) if logs else {}).values()])
     return Finished(process.returncode, output), is_late

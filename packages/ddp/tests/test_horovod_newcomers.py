@@ -8,7 +8,7 @@ import pytest
 
 from syncline.collectives.testing.processes import run_processes
 
-pytestmark = [pytest.mark.launch, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.launch
 
 JOB = Path(__file__).with_name("horovod_newcomers_job.py")
 
@@ -16,7 +16,7 @@ JOB = Path(__file__).with_name("horovod_newcomers_job.py")
 def results(folder: Path, processes: int, moment: str) -> list[str]:
     """Of all processes but process 0, which is killed."""
     (folder / "moment").write_text(moment)
-    run_processes(JOB, processes, folder, killed=frozenset({0}), timeout_s=90)
+    run_processes(JOB, processes, folder, killed=frozenset({0}), timeout_s=180)
     return [(folder / f"result-{number}").read_text() for number in range(1, processes)]
 
 
