@@ -209,7 +209,7 @@ def test_the_newest_torch_is_tried_where_it_can_be_had(
     assert said in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("words", "limit_s"), [((), 1200.0), (("--full",), dev.FULL_LIMIT_S)])
+@pytest.mark.parametrize(("words", "limit_s"), [((), Job.timeout_s), (("--full",), dev.FULL_LIMIT_S)])
 def test_a_full_run_gives_its_parts_more_time(words: tuple[str, ...], limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYNCLINE_TEST_FULL", "0")  # so that the test's end restores it
     limits_s: dict[str, float] = {}
