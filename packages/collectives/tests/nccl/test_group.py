@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import CollectiveTimeout, InvalidArgumentError, MisuseError, TransportError, Work
+from syncline.collectives.engine.call import DONE, FAILED
 from syncline.collectives.engine.device import Event
 from syncline.collectives.transports.nccl.connections import Connector
 from syncline.collectives.transports.nccl.group import NcclGroup
 from syncline.collectives.transports.nccl.rendezvous import StoreRendezvous
-from test_support.fake_device import FakeDevice, FakeEvent, FakeStream, the_rest_is_the_gpus
+from test_support.fake_device import CPU, FakeDevice, FakeEvent, FakeStream, the_rest_is_the_gpus
 from test_support.fake_nccl import FakeNccl
 from test_support.fake_nccl_group import NcclGroupOnFakes, run_on_fakes
 
@@ -237,20 +238,80 @@ def test_what_cannot_be_coalesced() -> None:
     group.close()
 
 
+def test_each_call_of_a_batch_waits_for_the_stream_that_is_current_at_the_call() -> None:
+    """Another stream may be current when the batch ends."""
+    device = FakeDevice()
+    group, side = alone(device), device.stream(CPU, is_own=False)
+    written = FakeEvent(device, is_over=False)
+    tensors, copies = [torch.zeros(2), torch.zeros(2)], [torch.zeros(2), torch.zeros(2)]
+    group.all_reduce(torch.ones(1))
+
+    def write() -> None:
+        for tensor in tensors:
+            tensor.fill_(5.0)
+        written.come(None)
+
+    with device.running():
+        with group.coalescing():
+            with side.current():
+                written.order_current_stream()
+                work = group.all_gather_into_tensor(copies[0], tensors[0], async_op=True)
+            group.all_gather_into_tensor(copies[1], tensors[1], async_op=True)
+            threading.Timer(0.1, write).start()
+        work.wait()
+        assert [copy.tolist() for copy in copies] == [[5.0, 5.0], [5.0, 5.0]]
+    group.close()
+
+
 def test_a_batch_that_is_given_up_fails_its_work() -> None:
     group = alone()
-    works = []
+    works, tensors = [], [torch.ones(2)]
+    gone = weakref.ref(tensors[0])
 
     def give_up() -> None:
         with group.coalescing():
-            works.append(group.all_reduce(torch.ones(2), async_op=True))
+            works.append(group.all_reduce(tensors.pop(), async_op=True))
             raise ValueError("the caller's own")
 
     with pytest.raises(ValueError, match="the caller's own"):
         give_up()
     with pytest.raises(ValueError, match="the caller's own"):
-        works[0].wait()
-    group.all_reduce(torch.ones(2))
+        works.pop().wait()
+    gc.collect()
+    assert gone() is None
+    group.all_reduce(torch.ones(2)).wait(10)
+    assert [record.state for record in group.recorder.records()] == [FAILED, DONE]
+    group.close()
+
+
+def test_ctrl_c_at_the_end_of_a_batch_closes_the_batch() -> None:
+    """As in a notebook, while a call of another thread is in its turn."""
+    group = alone()
+    turn, has_turn = group._queue._turn, threading.Event()
+
+    class Interrupted:
+        """A turn that another thread has: Ctrl-C comes when this thread waits for the turn."""
+
+        def __enter__(self) -> None:
+            if has_turn.is_set():
+                raise KeyboardInterrupt
+            turn.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            turn.release()
+
+    def fill() -> None:
+        with group.coalescing():
+            group.all_reduce(torch.ones(1), async_op=True)
+            has_turn.set()
+
+    group._queue._turn = Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        fill()
+    group._queue._turn = turn
+    group.all_reduce(torch.ones(1))
+    with group.coalescing():
+        group.all_reduce(torch.ones(1), async_op=True)
     group.close()
 
 

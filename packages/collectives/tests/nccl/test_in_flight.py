@@ -25,7 +25,7 @@ from syncline.collectives.transports.nccl.connections import Connector
 from syncline.collectives.transports.nccl.in_flight import InFlight
 from syncline.collectives.transports.nccl.rendezvous import StoreRendezvous
 from syncline.collectives.transports.nccl.work import Failure, Launch
-from test_support.fake_device import FakeDevice, FakeEvent, FakeStream
+from test_support.fake_device import CPU, FakeDevice, FakeEvent, FakeStream
 from test_support.fake_nccl import FakeNccl
 from test_support.fake_nccl_group import NcclGroupOnFakes
 
@@ -199,6 +199,30 @@ def test_a_call_holds_its_tensors(how: str) -> None:
     until(lambda: gone[0]() is None)
     del work
     until(lambda: gone[1]() is None)
+    group.close()
+
+
+def test_a_batch_holds_its_tensors_until_each_stream_that_issued_a_call_was_ordered() -> None:
+    class Device(FakeDevice):
+        stream_class = AtOnce
+
+    device = Device()
+    group = NcclGroupOnFakes(Connector(FakeNccl(), device, StoreRendezvous(dist.HashStore()), [0], 0, "g"), timeout_s=60)
+    side, outputs, inputs = device.stream(CPU, is_own=False), torch.zeros(2, 3), [torch.ones(3), torch.ones(3)]
+    gone = [weakref.ref(tensor) for tensor in inputs]
+    with device.running():
+        with group.coalescing():
+            group.all_gather_into_tensor(outputs[0], inputs.pop(), async_op=True)
+            with side.current():
+                work = group.all_gather_into_tensor(outputs[1], inputs.pop(), async_op=True)
+        work.wait()
+        gc.collect()
+        assert all(reference() is not None for reference in gone)
+        with side.current():
+            work.wait()
+        gc.collect()
+        assert all(reference() is None for reference in gone)
+        AtOnce.events[-1].come(None)
     group.close()
 
 

@@ -268,8 +268,8 @@ class NcclGroup(EngineGroup):
         link = self._connections.link_of_all_ranks(signature, device)
         return NcclPlan(link.communicator, signature, device, reproducible=self._reproducible)
 
-    def _put_on_stream(self, link: StreamCommunicator, work: StreamWork, calls: Sequence[PlannedCall], after: Event) -> None:
-        """Put calls on a stream, to start after the event `after`. The caller must call `work.settle` afterwards.
+    def _put_on_stream(self, link: StreamCommunicator, work: StreamWork, calls: Sequence[PlannedCall], *after: Event) -> None:
+        """Put calls on a stream, to start after the events `after`. The caller must call `work.settle` afterwards.
 
         Raises:
             FatalError: the calls could not be issued. The other ranks have issued them, so no later call would match.
@@ -293,11 +293,14 @@ class NcclGroup(EngineGroup):
                 self._connections.note_capture()
             for planned in calls:
                 self._begin(planned.call)
+            *earlier, last = after
             with link.lock:
-                event = link.stream.run(body, after)
+                for event in earlier:
+                    link.stream.wait_for(event)
+                done = link.stream.run(body, last)
         except BaseException as error:
             raise FatalError(_described(work, error)) from error
-        work.note_on_stream(link.stream, event, captured=captured)
+        work.note_on_stream(link.stream, done, captured=captured)
 
     def _take_number(self, call: Call) -> None:
         # With `check_calls`, the call has got its number before the comparison.
@@ -348,13 +351,16 @@ class NcclGroup(EngineGroup):
             MisuseError: a call has `async_op=False`, is a barrier, or takes several steps (see `NcclPlan`). Or another such
                 context of the group is open.
         """
-        batch = self._queue.run_in_turn(self._open_batch)
+        batch = Batch()
         try:
             try:
+                self._queue.run_in_turn(self._open_batch, batch)
                 yield
             finally:
-                # Close the batch before its work is settled: calls that callbacks issue must not become part of the batch.
-                self._queue.run_in_turn(self._close_batch)
+                # Close the batch before its work is settled: calls that callbacks issue must not become part of the batch. Do
+                # not wait for a turn: Ctrl-C in this wait would leave the batch open for ever.
+                if self._batch is batch:
+                    self._batch = None
             # If no call was issued inside the context, there is no work.
             if batch.work is not None:
                 with self._ending_the_group_if_fatal():
@@ -363,17 +369,17 @@ class NcclGroup(EngineGroup):
         except BaseException as error:
             # No thread may wait for the batch's work for ever, even if the error comes from the body of the `with`.
             if batch.work is not None:
+                # Calls that were not issued are over. Issued calls may still use their tensors, so `InFlight` releases them.
+                if not batch.is_issued:
+                    batch.calls.clear()
+                    batch.work.launch.fail(Failure(error))
                 batch.work.fail(Failure(error))
             raise
 
-    def _open_batch(self) -> Batch:
+    def _open_batch(self, batch: Batch) -> None:
         if self._batch is not None:
             raise MisuseError(f"coalescing on {self.place()}: another coalescing context is open; close it first")
-        self._batch = Batch()
-        return self._batch
-
-    def _close_batch(self) -> None:
-        self._batch = None
+        self._batch = batch
 
     def _add_to(self, batch: Batch, plan: NcclPlan, call: Call, device: torch.device, async_op: bool) -> StreamWork:
         if not async_op or plan.in_steps or call.signature.name == "barrier":
@@ -387,13 +393,16 @@ class NcclGroup(EngineGroup):
         self._take_number(call)
         batch.calls.append(PlannedCall.of(plan, call))
         batch.work.add(call)
+        # The batch may end while another stream is current. Then only this event orders it after what wrote the tensors.
+        batch.after[self._runtime.current_stream(device)] = self._runtime.now(device)
         return batch.work
 
     def _put_batch(self, batch: Batch, work: StreamWork) -> None:
         signature = Signature("coalesced")
         self._check_usable(signature)
         link = self._connections.link_of_all_ranks(signature, self._connections.device)
-        self._put_on_stream(link, work, batch.calls, self._runtime.now(link.stream.device))
+        calls, batch.calls, batch.is_issued = batch.calls, [], True
+        self._put_on_stream(link, work, calls, *batch.after.values(), self._runtime.now(link.stream.device))
 
     # ---- two ranks ----
 

@@ -22,11 +22,20 @@ LONGEST_PAUSE_S = 2e-3
 
 
 class Batch:
-    """The calls that one thread has issued inside `NcclGroup.coalescing`. `work` is None before the first call."""
+    """The calls that one thread has issued inside `NcclGroup.coalescing`.
+
+    Attributes:
+        calls: the calls, until the group puts them on its stream.
+        work: the work of all calls; None before the first call.
+        after: for each stream that was current at a call, by handle, an event before the last such call.
+        is_issued: whether the group has begun to put the calls on its stream.
+    """
 
     def __init__(self) -> None:
         self.calls: list[PlannedCall] = []
         self.work: StreamWork | None = None
+        self.after: dict[int, Event] = {}
+        self.is_issued = False
         self._thread = threading.get_ident()
 
     def is_here(self) -> bool:
@@ -61,7 +70,8 @@ class Launch:
     allocator may reuse their memory at once. So the `Call` holds references to the tensors until one of these events:
 
     1. `wait` is called while the stream from which the collective was issued is current. `wait` makes this stream wait for the
-       collective, so later operations on this stream may reuse the memory.
+       collective, so later operations on this stream may reuse the memory. If the calls of a batch were issued from several
+       streams, `wait` must be called on each of them.
     2. The monitor, or a thread that blocks in `wait`, sees that the collective is over.
     3. The group failed, and the communicators' kernels have left the GPU.
 
@@ -164,7 +174,7 @@ class StreamWork(Work):
         self._blocks = title.signature.name == "barrier"
         self._source = source
         self._batch = batch
-        self._issued_from = runtime.current_stream(device)
+        self._unordered = {runtime.current_stream(device)}  # streams of the issue on which `wait` was not called yet
         self._stream: Stream | None = None
         self._event: Event | None = None
         self._held: list[torch.Tensor] = []
@@ -180,6 +190,7 @@ class StreamWork(Work):
         """Add another call to the batch of this work."""
         self.launch.calls.append(call)
         self._tensors += call.writes
+        self._unordered.add(self._runtime.current_stream(self._device))
 
     def note_on_stream(self, stream: Stream, event: Event, *, captured: bool) -> None:
         """Note that all calls are on a stream, or part of a CUDA graph. Afterwards call `settle`, without holding a lock."""
@@ -227,8 +238,9 @@ class StreamWork(Work):
             self._order_current_stream()
         if blocks:
             self._block(scope)
-        # If the current stream is not the stream of the issue, keep holding the tensors; see Note [Memory in flight].
-        if blocks or self._runtime.current_stream(self._device) == self._issued_from:
+        # If a stream of the issue does not wait for the collective yet, keep holding the tensors; see Note [Memory in flight].
+        self._unordered.discard(self._runtime.current_stream(self._device))
+        if blocks or not self._unordered:
             self.launch.release()
             self._held = []
         return True
