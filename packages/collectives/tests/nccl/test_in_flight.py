@@ -150,6 +150,34 @@ def test_the_monitor_finds(break_it: Callable[[Running, Communicator], None], ki
         raise in_flight.failure.error
 
 
+def test_a_gpu_that_cannot_be_chosen_ends_the_group() -> None:
+    """After a fault, CUDA may refuse the context of the group's threads. The communicators are aborted all the same."""
+
+    def refuse() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    in_flight, aborted, late = watched(refuse), threading.Event(), Running("late")
+    in_flight.attach(Communicator(aborted.set))  # type: ignore[arg-type]
+    in_flight.watch(late.launch)
+    assert aborted.wait(PATIENCE_S)
+    assert in_flight.failure is not None
+    with pytest.raises(TransportError, match=r"while the group waited for late: .*illegal memory"):
+        raise in_flight.failure.error
+
+
+def test_nobody_asks_nccl_about_a_communicator_after_stop() -> None:
+    """The communicators are destroyed then, and NCCL would read freed memory."""
+    asking, let_go, in_flight = threading.Event(), threading.Event(), watched()
+    communicator, running = Communicator(lambda: None), Running("a")
+    communicator.check = lambda: (asking.set(), let_go.wait(PATIENCE_S))  # type: ignore[method-assign,assignment,return-value]
+    in_flight.attach(communicator)  # type: ignore[arg-type]
+    in_flight.watch(running.launch)
+    assert asking.wait(PATIENCE_S)
+    threading.Timer(0.1, let_go.set).start()
+    in_flight.stop()
+    assert let_go.is_set()
+
+
 def test_what_is_over_is_released_without_anybody_asking() -> None:
     """The monitor holds it for as long, whoever has dropped it."""
     running, in_flight = Running("a"), watched()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 
 import torch
@@ -13,10 +13,12 @@ import torch
 from ...engine.cancel_scope import CancelScope, DetachedCall
 from ...errors import CollectiveTimeout, SynclineError, TransportError
 from .communicator import Communicator
-from .work import FIRST_LOOK_S, LONGEST_PAUSE_S, Failure, Launch
+from .work import FIRST_LOOK_S, LONGEST_PAUSE_S, Failure, Launch, gpu_fault
 
 # While calls are in flight, each rank asks this often whether another rank has failed.
 _HEAR_S = 1.0
+# How long `stop` waits for NCCL's answer to the monitor. NCCL answers at once, except after a failure.
+_ANSWER_S = 5.0
 
 # The monitor holds no references to the objects that it calls. A program may drop a group and its works while calls are in
 # flight, so this set keeps the group's `InFlight` alive.
@@ -59,8 +61,8 @@ class InFlight:
 
     Step 3 also wakes a thread that was blocked outside of Syncline, such as in `tensor.item()`.
 
-    The monitor (a thread of the process) calls `look` while a launch is in flight. `look` holds no lock while it calls CUDA or
-    NCCL, so another thread can abort the communicators even if these calls never return.
+    The monitor (a thread of the process) calls `look` while a launch is in flight. While `look` calls CUDA or NCCL, it holds no
+    lock that `fail` takes, so another thread can abort the communicators even if these calls never return.
 
     Args:
         report: writes a report of a failure, if the group writes reports, and returns the failure.
@@ -87,6 +89,7 @@ class InFlight:
         self._hearing: DetachedCall[str | None] | None = None
         self._next_hearing_s = 0.0
         self._changed = threading.Condition()
+        self._asking = threading.Lock()  # held while the monitor asks NCCL for errors; only `stop` waits for it
         self._pending: dict[Launch, None] = {}
         self._communicators: list[Communicator] = []
         self._failure: Failure | None = None
@@ -148,10 +151,16 @@ class InFlight:
         return self._failure is None
 
     def stop(self) -> None:
-        """Forget all launches and communicators."""
+        """Forget all launches and communicators. The monitor asks NCCL about none of them afterwards.
+
+        If NCCL does not answer a question that the monitor has asked before, return after `_ANSWER_S` seconds.
+        """
         with self._changed:
             self._pending, self._communicators = {}, []
             _busy.discard(self)
+        # The caller destroys the communicators next, so wait until the monitor has its answer.
+        if self._asking.acquire(timeout=_ANSWER_S):
+            self._asking.release()
 
     # ---- called by the monitor ----
 
@@ -162,29 +171,39 @@ class InFlight:
 
     def look(self, now_s: float) -> None:
         """Release launches that are over, and end the group if there is a problem. The monitor calls this method."""
-        with self._background():
-            found = self._problem(now_s)
-            if found is not None:
-                self.report_and_fail(found)
+        try:
+            with self._background():
+                found = self._problem(now_s)
+                if found is not None:
+                    self.report_and_fail(found)
+        # After a fault of the GPU, CUDA may refuse even the context. The monitor never calls `look` again after an error, and
+        # then no time limit of the group would count. So the error ends the group.
+        except Exception as error:  # noqa: BLE001 - the group's waiters raise it
+            with self._changed:
+                pending = list(self._pending)
+            if pending:
+                self.report_and_fail(gpu_fault(pending[0].describe(), error))
 
     def _problem(self, now_s: float) -> BaseException | None:
         try:
             self._reap()
         except TransportError as error:
             return error
-        with self._changed:
-            communicators, pending = list(self._communicators), list(self._pending)
-        # Nobody waits for the GPU, so neither NCCL nor the store needs to be asked.
-        if not pending:
-            return None
-        # Ask NCCL before the time limits are checked: NCCL's error names the cause, and a time-out may only follow from it.
-        for communicator in communicators:
-            try:
-                communicator.check()
-            except SynclineError as error:
-                failure = TransportError(f"{error} ({self._place()}; {pending[0].describe()} was in flight)")
-                failure.__cause__ = error
-                return failure
+        with self._asking:
+            # Read the list only here: `stop` may have emptied it.
+            with self._changed:
+                communicators, pending = list(self._communicators), list(self._pending)
+            # Nobody waits for the GPU, so neither NCCL nor the store needs to be asked.
+            if not pending:
+                return None
+            # Ask NCCL before the time limits are checked: NCCL's error names the cause, and a time-out may only follow from it.
+            for communicator in communicators:
+                try:
+                    communicator.check()
+                except SynclineError as error:
+                    failure = TransportError(f"{error} ({self._place()}; {pending[0].describe()} was in flight)")
+                    failure.__cause__ = error
+                    return failure
         late = next((launch for launch in pending if launch.scope.is_over()), None)
         return self._heard(pending[0].describe(), now_s) if late is None else _timed_out(late)
 
@@ -200,7 +219,8 @@ class InFlight:
         # `_hear` may block, so a separate thread calls it. A new thread starts only when the last thread has answered.
         if self._hearing is None and now_s >= self._next_hearing_s:
             self._next_hearing_s = now_s + _HEAR_S
-            self._hearing = DetachedCall(self._hear, "syncline-nccl-hear")
+            with suppress(RuntimeError):  # no thread can start now; the next look tries again
+                self._hearing = DetachedCall(self._hear, "syncline-nccl-hear")
         return None
 
     def _reap(self) -> None:
@@ -255,12 +275,20 @@ class InFlight:
         return failure
 
     def _abort(self, communicator: Communicator, tensors: Sequence[torch.Tensor]) -> None:
-        DetachedCall(partial(_abort_holding, communicator, tensors), "syncline-nccl-abort", self._background)
+        DetachedCall(partial(_abort_holding, communicator, tensors, self._background), "syncline-nccl-abort")
 
 
-def _abort_holding(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG001 - holding them is the point
+def _abort_holding(
+    communicator: Communicator,
+    tensors: Sequence[torch.Tensor],  # noqa: ARG001 - holding them is the point
+    background: Callable[[], AbstractContextManager[object]],
+) -> None:
     """Abort the communicator. Hold the tensors until the kernels that may write to them are gone."""
-    communicator.abort()
+    with ExitStack() as entered:
+        # After a fault of the GPU, CUDA may refuse the context. Abort also then: kernels of other GPUs wait for this rank.
+        with suppress(Exception):
+            entered.enter_context(background())
+        communicator.abort()
 
 
 def _timed_out(launch: Launch) -> CollectiveTimeout:
