@@ -273,6 +273,8 @@ class FakeCommunicator:
     def commSplit(self, color: int, key: int) -> FakeCommunicator | None:  # noqa: N802
         """All ranks call it; those with one color meet, in the order of their keys."""
         self._use(color, key)
+        if not -(2**31) <= color < 2**31:  # CuPy passes a C int
+            raise OverflowError("value too large to convert to int")
         said = self._clique.show(self._rank, (color, key))
         number = next(self._splits)
         if color < 0:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import CollectiveTimeout, MisuseError, TransportError
+from syncline.collectives import CollectiveTimeout, GroupClosedError, MisuseError, TransportError
 from syncline.collectives.transports.nccl import connections
 from syncline.collectives.transports.nccl.connections import Connector
 from syncline.collectives.transports.nccl.group import NcclGroup
@@ -76,6 +77,25 @@ def test_close_tells_of_work_that_does_not_finish() -> None:
                 group.close()
 
     run_on_fakes(2, body)
+
+
+def test_a_closed_group_refuses_calls_that_need_no_gpu() -> None:
+    """The other ranks would not come."""
+    connector = Connector(FakeNccl(), FakeDevice(), StoreRendezvous(dist.HashStore()), [0, 1], 0, "g")
+    group = NcclGroupOnFakes(connector, timeout_s=1)
+    group.abort()
+    calls = (partial(group.split, 0), partial(group.subset, [0], "part"), group.agree_on_calls)
+    for call in (*calls, partial(group.agree_on_calls, async_op=True)):
+        with pytest.raises(GroupClosedError):
+            call()
+
+
+def test_a_group_that_has_failed_makes_no_parts() -> None:
+    group = alone()
+    group._in_flight.fail(TransportError("a cable was pulled"))
+    for call in (partial(group.split, 0), partial(group.subset, [0], "part")):
+        with pytest.raises(TransportError, match=r"(?s)was not started .* a cable was pulled"):
+            call()
 
 
 # ---- a CUDA graph keeps a communicator ----

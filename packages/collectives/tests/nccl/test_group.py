@@ -477,6 +477,40 @@ def test_a_new_time_limit_counts_from_the_next_call() -> None:
     run_on_fakes(2, body)
 
 
+def test_a_color_may_have_64_bits() -> None:
+    """NCCL's own colors have 32 bits."""
+
+    def body(group: NcclGroup) -> None:
+        group.barrier()
+        part = group.split(2**40 + group.rank % 2)
+        assert part is not None
+        tensor = torch.tensor([float(group.rank)])
+        part.all_reduce(tensor)
+        assert (part.ranks, tensor.item()) == (((0, 2), 2.0), ((1,), 1.0))[group.rank % 2]
+        part.close()
+
+    run_on_fakes(3, body)
+
+
+def test_a_split_does_not_wait_for_transfers() -> None:
+    """The other rank sends only after the split."""
+
+    def body(group: NcclGroup) -> None:
+        group.barrier()
+        tensor = torch.full((3,), 5.0 * group.rank)
+        work = group.recv(tensor, 1, async_op=True) if group.rank == 0 else None
+        part = group.split(0)
+        if work is None:
+            group.send(tensor, 0)
+        else:
+            work.wait()
+        assert tensor.tolist() == [5.0] * 3
+        assert part is not None
+        part.close()
+
+    run_on_fakes(2, body, timeout_s=5)
+
+
 @pytest.mark.parametrize("connected", [False, True])
 def test_parts_of_a_group(connected: bool) -> None:
     """By ncclCommSplit where there is a communicator, else by a unique id of their own."""

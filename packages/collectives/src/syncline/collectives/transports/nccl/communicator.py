@@ -123,19 +123,20 @@ class Communicator:
         with nccl_errors(nccl, "ncclCommInitRank"):
             return cls(nccl, nccl.NcclCommunicator(size, unique_id, rank), rank, size, stream)
 
-    def split(self, members: Sequence[int] | None, color: int | None, stream: int) -> Communicator | None:
+    def split(self, members: Sequence[int] | None, stream: int) -> Communicator | None:
         """Make a communicator of `members`, which are ranks in this communicator. All ranks call this method.
 
         No operation of this communicator may be in flight. `stream` is the handle of the new communicator's CUDA stream. All
-        members of a new communicator pass one `color`; other communicators have other colors. A rank that is in no new
-        communicator passes None as `members` and `color`, and gets None.
+        members of a new communicator pass the same `members`; other communicators have other members. A rank that is in no new
+        communicator passes None, and gets None.
         """
         with nccl_errors(self._nccl, "ncclCommSplit"):
-            if members is None or color is None:  # a rank outside of all parts must call NCCL, too
+            if members is None:  # a rank outside of all parts must call NCCL, too
                 self._raw.commSplit(_NO_COLOR, 0)
                 return None
             rank = list(members).index(self.rank)
-            return Communicator(self._nccl, self._raw.commSplit(color, rank), rank, len(members), stream)
+            # NCCL's color is an int of 32 bits, and the program's color may be larger. Each member is in one part only.
+            return Communicator(self._nccl, self._raw.commSplit(members[0], rank), rank, len(members), stream)
 
     # ---- reductions ----
 

@@ -105,12 +105,10 @@ class Connector:
         made = self.within(scope, device, lambda: Communicator.connect(self.nccl, unique_id, rank, len(members), stream.handle))
         return StreamCommunicator(made, stream)
 
-    def split(
-        self, whole: StreamCommunicator, members: Sequence[int] | None, color: int | None, scope: CancelScope
-    ) -> StreamCommunicator | None:
+    def split(self, whole: StreamCommunicator, members: Sequence[int] | None, scope: CancelScope) -> StreamCommunicator | None:
         """Call `Communicator.split`. All ranks must call this method. Return None if this rank is in no new group."""
         stream = self.runtime.stream(whole.stream.device, is_own=True)
-        made = self.within(scope, stream.device, lambda: whole.communicator.split(members, color, stream.handle))
+        made = self.within(scope, stream.device, lambda: whole.communicator.split(members, stream.handle))
         return None if made is None else StreamCommunicator(made, stream)
 
     def _decide(self, peers: list[Payload]) -> Payload:
@@ -192,7 +190,7 @@ class Connections:
             )
         return pair
 
-    def split(self, members: Sequence[int] | None, color: int | None, scope: CancelScope) -> StreamCommunicator | None:
+    def split(self, members: Sequence[int] | None, scope: CancelScope) -> StreamCommunicator | None:
         """Call ncclCommSplit to make a communicator for a new group of some of this group's ranks.
 
         Return None if this rank is in no new group, or if this group is not connected yet. Then the new group connects at its
@@ -205,10 +203,11 @@ class Connections:
         if self._of_all_ranks is None:
             return None
         with _fatal():
-            # No operation may be in flight during ncclCommSplit; see `Communicator.split`.
-            if not self._in_flight.drain(scope.remaining_s()):
+            # No operation may be in flight during ncclCommSplit; see `Communicator.split`. But transfers have communicators of
+            # their own, and a peer may send only after the split.
+            if not self._in_flight.drain(scope.remaining_s(), also_transfers=False):
                 raise TransportError(f"split on {self._place()}: what was in flight did not finish in {scope.timeout_s:g} s")
-            return self._connector.split(self._of_all_ranks, members, color, scope)
+            return self._connector.split(self._of_all_ranks, members, scope)
 
     def note_capture(self) -> None:
         """Note that a CUDA graph now uses a communicator."""

@@ -223,7 +223,7 @@ class NcclGroup(EngineGroup):
             work, comparison = self._queue.run_in_turn(issue_in_turn)
         work.settle()
         if comparison is None:
-            self.agree_on_calls(async_op=True)
+            self._compare_now_and_then()
         else:
             work.wait()
             self._wait_for_comparison(comparison)
@@ -451,13 +451,14 @@ class NcclGroup(EngineGroup):
     # ---- groups of some of the ranks ----
 
     def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
+        self._check_usable(Signature("split"))
         number = next(self._splits_made)
         scope = CancelScope(self.timeout_s, self._in_flight.reason_to_give_up)
         said = self._connector.agree(f"split {number}", {"color": color, "key": key}, _all_said, scope)
         members = None if color is None else members_of(color, said["all"])
         with self._ending_the_group_if_fatal():
             self._check_usable(Signature("split"))
-            of_all_ranks = self._queue.run_in_turn(self._connections.split, members, color, scope)
+            of_all_ranks = self._queue.run_in_turn(self._connections.split, members, scope)
         # This rank gets no group, but all ranks must take part in NCCL's split.
         if members is None:
             return None
@@ -465,6 +466,7 @@ class NcclGroup(EngineGroup):
 
     def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:
         """All members call this. The group connects when it is first used."""
+        self._check_usable(Signature("subset"))
         # The number distinguishes groups with the same name and members.
         asked = (name, tuple(members))
         self._subsets_made[asked] += 1
@@ -519,15 +521,21 @@ class NcclGroup(EngineGroup):
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
         """As `ProcessGroup.agree_on_calls`. With `async_op`, return None at once, and let another thread compare the calls."""
+        # As a group of the host. If the group has failed, the wait below or the next call raises the failure.
+        if self._compares_later and self._closed:
+            raise self._refusal(Signature("agree_on_calls"))
         if async_op:
-            self._asked_to_compare += 1
-            # All ranks count alike, so they skip the same comparisons.
-            if self._asked_to_compare % self._compares_every == 0:
-                self._queue.run_in_turn(self._compare)
+            self._compare_now_and_then()
             return None
         work = self._queue.run_in_turn(self._compare)
         self._wait_for_comparison(work)
         return work
+
+    def _compare_now_and_then(self) -> None:
+        self._asked_to_compare += 1
+        # All ranks count alike, so they skip the same comparisons.
+        if self._asked_to_compare % self._compares_every == 0:
+            self._queue.run_in_turn(self._compare)
 
     def _wait_for_comparison(self, work: PendingWork | FinishedWork) -> None:
         error: SynclineError | None = None

@@ -132,8 +132,11 @@ class InFlight:
         if failure is not None:
             launch.fail(failure)
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until no launch is in flight. Return False after `timeout_s` seconds, or if the group fails."""
+    def drain(self, timeout_s: float, *, also_transfers: bool = True) -> bool:
+        """Wait until no launch is in flight. Return False after `timeout_s` seconds, or if the group fails.
+
+        Without `also_transfers`, do not wait for sends and receives.
+        """
         scope, pause_s = CancelScope(timeout_s), FIRST_LOOK_S
         while self._failure is None:
             try:
@@ -142,7 +145,7 @@ class InFlight:
                 self.report_and_fail(error)
                 break
             with self._changed:
-                if not self._pending:
+                if not any(also_transfers or not launch.is_transfer for launch in self._pending):
                     break
                 if scope.is_over():
                     return False

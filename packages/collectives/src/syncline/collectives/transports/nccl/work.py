@@ -118,6 +118,11 @@ class Launch:
         self.release()
         return True
 
+    @property
+    def is_transfer(self) -> bool:
+        """Whether the launch is a send or a receive. Only these calls have no number."""
+        return all(call.number is None for call in self.calls)
+
     def release(self) -> None:
         """Drop the references to the tensors."""
         for call in self.calls:
