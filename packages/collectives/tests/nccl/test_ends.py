@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from functools import partial
 
 import pytest
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 from syncline.collectives import CollectiveTimeout, GroupClosedError, MisuseError, TransportError
 from syncline.collectives.transports.nccl import connections
+from syncline.collectives.transports.nccl.communicator import Communicator
 from syncline.collectives.transports.nccl.connections import Connector
 from syncline.collectives.transports.nccl.group import NcclGroup
 from syncline.collectives.transports.nccl.rendezvous import GroupRendezvous, StoreRendezvous
@@ -96,6 +99,19 @@ def test_a_group_that_has_failed_makes_no_parts() -> None:
     for call in (partial(group.split, 0), partial(group.subset, [0], "part")):
         with pytest.raises(TransportError, match=r"(?s)was not started .* a cable was pulled"):
             call()
+
+
+@pytest.mark.parametrize("how", ["drop", "destroy", "abort"])
+def test_a_communicator_is_freed_only_after_its_end(how: str) -> None:
+    """CuPy destroys what it frees, which may wait for ranks that never come: at exit, or in the garbage collector."""
+    nccl = FakeNccl()
+    communicator = Communicator.connect(nccl, nccl.get_unique_id(), 0, 1, stream=1)
+    raw = weakref.ref(communicator._raw)
+    if how != "drop":
+        getattr(communicator, how)()
+    del communicator
+    gc.collect()
+    assert (raw() is None) == (how != "drop")
 
 
 # ---- a CUDA graph keeps a communicator ----

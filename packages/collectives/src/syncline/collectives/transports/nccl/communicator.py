@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -112,6 +113,10 @@ class Communicator:
     def __init__(self, nccl: Any, raw: Any, rank: int, size: int, stream: int) -> None:
         self._nccl = nccl
         self._raw = raw
+        # CuPy calls ncclCommDestroy when it frees its object, and this call may wait for the other ranks of the node. A rank
+        # that fails, drops a group, or forks must not wait, so only `abort` and `destroy` give this reference back.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))
+        self._is_held = True
         self._stream = stream
         self._kept: list[torch.Tensor] | None = None  # inside `group`: the tensors of its calls
         self.rank = rank
@@ -230,11 +235,18 @@ class Communicator:
         We accept both outcomes, because they happen only in a group that has failed.
         """
         self._raw.abort()
+        self._let_go()
 
     def destroy(self) -> None:
         """Destroy the communicator. No operation may be in flight."""
         with nccl_errors(self._nccl, "ncclCommDestroy"):
             self._raw.destroy()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._raw))
 
 
 @contextmanager
