@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from syncline.collectives import group
 from syncline.collectives.engine import call as engine_call
 from syncline.collectives.engine.device import DeviceRuntime, Event, Stream
-from syncline.collectives.work import TensorsFuture
+from syncline.collectives.work import GroupFuture, TensorsFuture
 
 CPU = torch.device("cpu")
 _PATIENCE_S = 60.0
@@ -248,7 +248,7 @@ def _is_of_abort(error: BaseException) -> bool:
     return any(getattr(one, "is_abort", False) for one in (error, error.__cause__))
 
 
-class FakeFuture(torch.futures.Future[Any]):
+class FakeFuture(GroupFuture):
     """A future of tensors on the device, as torch's futures for CUDA.
 
     For the CPU it is complete when it has a value. If the value has tensors, a waiting stream is ordered after everything on
@@ -257,7 +257,7 @@ class FakeFuture(torch.futures.Future[Any]):
     """
 
     def __init__(self, runtime: FakeDevice) -> None:
-        super().__init__()
+        super().__init__(None)
         self._runtime = runtime
         self._event: FakeEvent | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from functools import partial
@@ -21,6 +22,7 @@ from syncline.collectives.transports.nccl.work import Failure
 from test_support.fake_device import FakeDevice, FakeEvent
 from test_support.fake_nccl import FakeNccl, NcclError
 from test_support.fake_nccl_group import NcclGroupOnFakes, run_on_fakes
+from test_support.forked import answer_of, in_fork
 
 PATIENCE_S = 10.0
 
@@ -112,6 +114,21 @@ def test_a_communicator_is_freed_only_after_its_end(how: str) -> None:
     del communicator
     gc.collect()
     assert (raw() is None) == (how != "drop")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # from Python 3.12 on
+def test_a_forked_child_is_refused_what_is_in_flight() -> None:
+    connector = Connector(FakeNccl(), FakeDevice(), StoreRendezvous(dist.HashStore()), [0, 1], 0, "g")
+    group = NcclGroupOnFakes(connector, timeout_s=60)
+    work, unasked = (group.recv(torch.zeros(1), 1, async_op=True) for _ in range(2))
+    future = work.get_future()
+    calls = {"wait": work.wait, "get_future": unasked.get_future, "future": future.wait, "split": partial(group.split, 0)}
+    calls |= {"agree_on_calls": group.agree_on_calls}
+    said = in_fork(lambda: {"over": work.is_completed(), **{name: answer_of(call) for name, call in calls.items()}})
+    assert not said.pop("over")
+    assert {name: text.split(":")[0] for name, text in said.items()} == dict.fromkeys(calls, "GroupClosedError")
+    group.abort()
 
 
 # ---- a CUDA graph keeps a communicator ----

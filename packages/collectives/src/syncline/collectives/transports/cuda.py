@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from ..engine.device import DeviceRuntime, Event, Stream
 from ..torch_internals import handle_of_current_stream
-from ..work import TensorsFuture
+from ..work import GroupFuture, TensorsFuture
 
 _HIGH_PRIORITY = -1
 _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -182,7 +182,7 @@ class CudaRuntime(DeviceRuntime):
 
     @override
     def future(self, device: torch.device) -> TensorsFuture:
-        return torch.futures.Future(devices=[device])
+        return GroupFuture([device])
 
     # ---- copies ----
 

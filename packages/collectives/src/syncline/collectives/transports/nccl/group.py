@@ -629,6 +629,11 @@ class NcclGroup(EngineGroup):
     # ---- the end ----
 
     @override
+    def in_fork(self) -> None:
+        super().in_fork()
+        self._comparing.leave_to_parent()
+
+    @override
     def _meet_before_close(self) -> None:
         # A group that was never used closes without waiting for the other ranks.
         if self._compares_later and self._agreed.history.calls:

@@ -13,6 +13,7 @@ from ...engine.call import DONE, FAILED, Call
 from ...engine.cancel_scope import CancelScope, seconds
 from ...engine.device import DeviceRuntime, Event, Stream
 from ...errors import CollectiveTimeout, MisuseError, TransportError
+from ...forks import fork_count, not_the_rank
 from ...work import TensorsFuture, Work, fail_future
 from .plan import PlannedCall
 
@@ -176,6 +177,7 @@ class StreamWork(Work):
         self._tensors = tensors
         self._runtime = runtime
         self._device = device
+        self._fork_count = fork_count()
         self._blocks = title.signature.name == "barrier"
         self._source = source
         self._batch = batch
@@ -225,6 +227,7 @@ class StreamWork(Work):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Make the current stream wait for the collective. With a timeout, or for a barrier, also block the calling thread."""
         timeout_s = None if timeout is None else seconds(timeout)
+        self._refuse_in_fork("wait")
         scope = self.launch.scope if timeout_s is None else CancelScope(timeout_s)
         describe = self.launch.describe
         # If the peer is not connected yet, or the batch is still open, wait until the call is issued.
@@ -257,6 +260,9 @@ class StreamWork(Work):
         """
         if self._failure is not None:
             return True
+        # A forked child cannot ask the GPU.
+        if self._fork_count != fork_count():
+            return all(call.state == DONE for call in self.launch.calls)
         return not self._runtime.is_capturing() and self.launch.is_over()
 
     def exception(self) -> BaseException | None:
@@ -281,6 +287,7 @@ class StreamWork(Work):
         exceptions: a transfer whose peer is not connected yet, and a batch that is still open. Then the callback runs later, on
         the thread that issues the call.
         """
+        self._refuse_in_fork("get_future")
         with self._changed:
             if self._future is None:
                 self._future = self._runtime.future(self._device)
@@ -331,6 +338,12 @@ class StreamWork(Work):
     def _until(self, is_so: Callable[[], bool], limit_s: float) -> bool:
         with self._changed:
             return self._changed.wait_for(is_so, min(limit_s, threading.TIMEOUT_MAX))
+
+    def _refuse_in_fork(self, name: str) -> None:
+        # No thread of a forked child ends the work, and CUDA does not work there. See Note [Forks] in `forks`.
+        if self._fork_count != fork_count():
+            self._raise_failure()
+            raise not_the_rank(name, self.launch.describe())
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
