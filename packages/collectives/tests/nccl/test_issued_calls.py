@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -159,6 +160,32 @@ def test_close_tells_of_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
             group.close()
 
     run_on_fakes(2, body)
+
+
+def test_close_does_not_wait_long_for_a_comparison_that_began_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank has ended before it came to the comparison."""
+    begun, closed = threading.Event(), threading.Event()
+    compare = history_verification.Agreement.same_history
+
+    def noted(agreement: history_verification.Agreement, *arguments: Any) -> None:
+        begun.set()
+        compare(agreement, *arguments)
+
+    monkeypatch.setattr(history_verification.Agreement, "same_history", noted)
+
+    def body(group: NcclGroup) -> None:
+        group.all_reduce(torch.ones(2))
+        if group.rank == 0:
+            group.agree_on_calls(async_op=True)
+            assert begun.wait(PATIENCE_S)
+            began_s = time.monotonic()
+            group.close()
+            assert time.monotonic() - began_s < PATIENCE_S / 2
+            closed.set()
+        assert closed.wait(2 * PATIENCE_S)
+        group.abort()
+
+    run_on_fakes(2, body, timeout_s=2 * PATIENCE_S)
 
 
 def test_calls_are_compared_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
