@@ -7,6 +7,7 @@ import time
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -344,3 +345,16 @@ def test_messages_go_to_receives_in_the_order_in_which_these_began() -> None:
         return [tensor.item() for tensor in received]
 
     assert run_ranks(2, body) == [[1.0, 2.0, 3.0]] * 2
+
+
+def test_counts_may_be_narrow_integers_of_numpy() -> None:
+    """Their sums and products would not fit into a number of 8 bits."""
+
+    def body(group: ProcessGroup) -> None:
+        rows = torch.arange(200.0).view(200, 1).repeat(1, 3) + 1000 * group.rank
+        output, splits = torch.zeros(200, 3), [np.int8(100), np.int8(100)]
+        group.all_to_all_single(output, rows, splits, splits)  # type: ignore[arg-type]
+        assert output[:, 2].tolist() == [1000 * rank + 100 * group.rank + row for rank in range(2) for row in range(100)]
+        assert group.allocate(np.int8(100), torch.float64).numel() == 100  # type: ignore[arg-type]
+
+    run_ranks(2, body)

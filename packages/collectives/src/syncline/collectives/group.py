@@ -460,8 +460,8 @@ class ProcessGroup(ABC):
         """
         if (
             not checks.is_list_of_integers(members)
-            or not all(0 <= rank < self.size for rank in members)
-            or len(set(members)) < len(members)
+            or not all(0 <= int(rank) < self.size for rank in members)
+            or len(set(map(int, members))) < len(members)
             or self.rank not in members
         ):
             self._refuse_if("subset", f"expected ranks in 0..{self.size - 1}, each once, this one among them, found {members}")
@@ -818,7 +818,7 @@ class ProcessGroup(ABC):
             self._refuse_if(collective, checks.overlapping(writes))
 
     def _splits(self, tensor: torch.Tensor, splits: Sequence[int] | None) -> list[int]:
-        return [tensor.shape[0] // self.size] * self.size if splits is None else list(splits)
+        return [tensor.shape[0] // self.size] * self.size if splits is None else list(map(int, splits))
 
     def _all_to_all_signature(
         self, name: str, tensor: torch.Tensor, detail: str, splits: tuple[tuple[int, ...], tuple[int, ...]]

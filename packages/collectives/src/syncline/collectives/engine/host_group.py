@@ -348,7 +348,7 @@ class HostGroup(EngineGroup):
 
         def body(call: Call) -> None:
             with torch.inference_mode(False):  # a tensor made in inference mode cannot hold gradients
-                made.append(self._transport.allocate(numel, dtype, call))
+                made.append(self._transport.allocate(int(numel), dtype, call))
 
         self._start(Signature("allocate", detail=f"numel={int(numel)}, dtype={dtype}"), (), (), body)
         return made[0]

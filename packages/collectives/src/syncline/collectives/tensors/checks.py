@@ -231,7 +231,7 @@ def no_size(numel: object, dtype: object) -> str | None:
     """Return an error text if torch cannot make a flat tensor of `numel` elements of `dtype`, otherwise None."""
     if not isinstance(dtype, torch.dtype):
         return f"expected a torch.dtype, found {dtype!r}"
-    if not is_integer(numel) or not 0 <= cast(int, numel) * dtype.itemsize < 2**63:
+    if not is_integer(numel) or not 0 <= int(cast(int, numel)) * dtype.itemsize < 2**63:
         return f"expected a number of elements of 0 or above, whose bytes 63 bits can count, found {numel!r} of {dtype}"
     return None
 
@@ -245,8 +245,9 @@ def bad_splits(what: str, tensor: torch.Tensor, splits: Sequence[int] | None, si
         return None if rows % size == 0 else f"the {what} has {rows} rows, which {size} ranks cannot share evenly; pass splits"
     if not is_list_of_integers(splits):
         return f"expected the {what} splits to be a list of integers, found {splits!r}"
-    if len(splits) != size or min(splits, default=0) < 0 or sum(splits) != rows:
-        return f"expected {size} {what} splits, none below 0, that add up to its {rows} rows, found {list(splits)}"
+    numbers = list(map(int, splits))  # integers of NumPy may be narrow, so their sum would be wrong
+    if len(numbers) != size or min(numbers, default=0) < 0 or sum(numbers) != rows:
+        return f"expected {size} {what} splits, none below 0, that add up to its {rows} rows, found {numbers}"
     return None
 
 
