@@ -133,6 +133,27 @@ def test_a_transfer_has_arrived_when_waited_for() -> None:
     assert run_ranks(2, body) == [["in"], ["now", "wait_for", "enter", "out", "finished", "record", "leave"]]
 
 
+def test_a_transfer_into_a_tensor_with_gaps_is_copied_in_order() -> None:
+    """The future's thread may copy, and its current stream is not the program's."""
+    make = staged(2)
+
+    def body(outer: ProcessGroup) -> None:
+        group, device = make(outer.rank)
+        if group.rank == 0:
+            group.send(torch.arange(3.0), 1)
+        else:
+            device.log.clear()
+            tensor = torch.zeros(3, 2)[:, 0]
+            group.recv(tensor, 0, async_op=True).get_future().wait()
+            assert tensor.tolist() == [0.0, 1.0, 2.0]
+            # First the message comes to the device, then the copy fills the gaps: each waits for the program's stream.
+            assert device.log.count("wait_for elsewhere") == 2
+            assert device.log[-5:] == ["wait_for elsewhere", "enter", "finished", "record", "leave"]
+        group.close()
+
+    run_ranks(2, body)
+
+
 def test_tensors_of_the_host_stay_there() -> None:
     group, device = staged(1, lambda tensor: tensor.numel() > 2)(0)
     group.all_reduce(torch.ones(2))

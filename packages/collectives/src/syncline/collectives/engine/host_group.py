@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 from zlib import crc32
@@ -367,10 +367,20 @@ class HostGroup(EngineGroup):
         signature = Signature.of("recv", tensor, detail=f"src={'any' if src is None else src}, tag={tag}")
         self._check_usable(signature)
         wire = in_plain_order(tensor)
+        order = None if wire is tensor else self._order_on_device((), (tensor,))
         request = self._transport.start_recv(flat(wire), src, tag)
+
+        def deliver() -> None:
+            with ExitStack() as entered:
+                # The future's thread may copy, whose current stream is not the program's. Any stream may use the tensor next.
+                if order is not None and self._device is not None:
+                    entered.enter_context(order.entered())
+                    entered.callback(self._device.finish, tensor)
+                unpack("recv", wire, None, (tensor,))
+
         # A receive from any rank gives up only when no rank is left that could send.
         senders = [other for other in range(self.size) if other != self.rank] if src is None else [src]
-        return self._transfer(signature, request, tensor, lambda: unpack("recv", wire, None, (tensor,)), senders, async_op)
+        return self._transfer(signature, request, tensor, deliver, senders, async_op)
 
     def _transfer(
         self,
