@@ -162,7 +162,10 @@ def test_close_tells_of_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     run_on_fakes(2, body)
 
 
-def test_close_does_not_wait_long_for_a_comparison_that_began_before(monkeypatch: pytest.MonkeyPatch) -> None:
+@OVER
+def test_close_does_not_wait_long_for_a_comparison_that_began_before(
+    monkeypatch: pytest.MonkeyPatch, over_host_group: bool
+) -> None:
     """The other rank has ended before it came to the comparison."""
     begun, closed = threading.Event(), threading.Event()
     compare = history_verification.Agreement.same_history
@@ -185,7 +188,7 @@ def test_close_does_not_wait_long_for_a_comparison_that_began_before(monkeypatch
         assert closed.wait(2 * PATIENCE_S)
         group.abort()
 
-    run_on_fakes(2, body, timeout_s=2 * PATIENCE_S)
+    run_on_fakes(2, body, timeout_s=2 * PATIENCE_S, over_host_group=over_host_group)
 
 
 def test_calls_are_compared_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -158,7 +156,6 @@ class NcclGroup(EngineGroup):
         self._comparing = Queue(f"syncline-nccl-calls-{self.name}-rank{self.rank}")
         weakref.finalize(self, self._comparing.drop).atexit = False
         self._compares_every = -(-size // _COMPARED_EACH_TIME)
-        self._compares_until_s = math.inf  # when a comparison ends at the latest; `close` sets this
         self._asked_to_compare = 0
         self._subsets_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
         call_now_and_then(self._in_flight)
@@ -583,9 +580,9 @@ class NcclGroup(EngineGroup):
     def _reason_not_to_compare(self) -> TransportError | None:
         if _exiting.is_set():
             return TransportError("the process ends")
-        # A comparison that began before `close` must not use the whole time limit, either.
-        if time.monotonic() >= self._compares_until_s:
-            return TransportError("this rank closes the group, and another rank does not come")
+        # `close` has waited for `_CLOSE_S` seconds before it set `_closed`.
+        if self._is_closing and self._closed:
+            return TransportError("this rank has closed the group, and another rank does not come")
         return self._in_flight.reason_to_give_up()
 
     # ---- after a loss ----
@@ -645,9 +642,9 @@ class NcclGroup(EngineGroup):
     def _meet_before_close(self) -> None:
         # A group that was never used closes without waiting for the other ranks.
         if self._compares_later and self._agreed.history.calls:
-            self._compares_until_s = time.monotonic() + _CLOSE_S
+            # An earlier comparison may run for the whole time limit, because a receive of a host group cannot be cut short.
             with suppress(SynclineError):  # a difference has ended the group already; a missing rank is not a failure here
-                self._queue.run_in_turn(self._compare).wait()
+                self._queue.run_in_turn(self._compare).wait(_CLOSE_S)
 
     @override
     def _close(self) -> None:
