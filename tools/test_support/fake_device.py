@@ -273,12 +273,10 @@ class FakeFuture(GroupFuture):
             self._event = self._runtime.current().record()
         super().set_result(result)
 
-    def wait(self) -> Any:
-        """Wait for the value, but not for the GPU."""
-        result = super().wait()
+    def order_current_stream(self) -> None:
+        """Order the current stream after the tensors, without waiting for the GPU."""
         if self._event is not None:
             self._event.order_current_stream()
-        return result
 
     def then(self, callback: Callable[[Any], Any]) -> FakeFuture:
         """A future of the callback's result, or of its error."""
@@ -301,8 +299,7 @@ class FakeFuture(GroupFuture):
         def run(_: Any) -> None:
             stream = self._runtime.stream(CPU, is_own=False)
             with stream.current():
-                if self._event is not None:
-                    self._event.order_current_stream()
+                self.order_current_stream()
                 callback(self)
 
         super().add_done_callback(run)
@@ -335,6 +332,20 @@ def _set_result_in_order(future: torch.futures.Future[Any], result: Any) -> None
 
 
 torch.futures.Future.set_result = _set_result_in_order  # type: ignore[assignment, method-assign]
+
+
+# Some of our code calls torch's `wait` on a future of a subclass, so a method of `FakeFuture` would not be called.
+_wait = torch.futures.Future.wait
+
+
+def _wait_in_order(future: torch.futures.Future[Any]) -> Any:
+    result = _wait(future)
+    if isinstance(future, FakeFuture):
+        future.order_current_stream()
+    return result
+
+
+torch.futures.Future.wait = _wait_in_order  # type: ignore[method-assign]
 
 
 # Functions that only ask about a tensor, and read no memory.

@@ -19,7 +19,7 @@ from syncline.collectives.testing.processes import run_processes
 from syncline.collectives.transports.nccl.connections import Connector
 from syncline.collectives.transports.nccl.group import NcclGroup
 from syncline.collectives.transports.nccl.rendezvous import StoreRendezvous
-from syncline.collectives.work import PendingWork
+from syncline.collectives.work import PendingWork, join_futures
 from test_support import cupy_on_fakes
 from test_support.fake_device import CPU, FakeDevice, FakeEvent, FakeStream
 from test_support.fake_nccl import FakeNccl
@@ -88,6 +88,23 @@ def test_a_future_orders_only_for_tensors() -> None:
         assert not device.now(CPU).is_over()
         come.come(None)
         assert device.now(CPU).is_over()
+
+
+def test_a_future_that_joins_others_waits_for_all_their_tensors() -> None:
+    device, tensors = FakeDevice(), [torch.zeros(1), torch.zeros(1)]
+    written = FakeEvent(device, is_over=False)
+    futures = [device.future(CPU) for _ in tensors]
+
+    def write() -> None:
+        tensors[0].fill_(5.0)
+        written.come(None)
+
+    with device.running():
+        for future, tensor, done in zip(futures, tensors, (written, FakeEvent(device)), strict=True):
+            device.stream(CPU, is_own=False).complete(future, [tensor], done, captured=False)
+        threading.Timer(0.1, write).start()
+        join_futures(futures, tensors).wait()
+        assert tensors[0].tolist() == [5.0]
 
 
 def test_an_error_that_cannot_be_pickled_is_lost_in_a_future_of_the_device() -> None:
