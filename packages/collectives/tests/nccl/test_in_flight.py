@@ -161,8 +161,9 @@ def test_a_gpu_that_cannot_be_chosen_ends_the_group() -> None:
     in_flight.watch(late.launch)
     assert aborted.wait(PATIENCE_S)
     assert in_flight.failure is not None
-    with pytest.raises(TransportError, match=r"while the group waited for late: .*illegal memory"):
+    with pytest.raises(TransportError, match=r"while the group waited for late: .*illegal memory") as caught:
         raise in_flight.failure.error
+    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 def test_nobody_asks_nccl_about_a_communicator_after_stop() -> None:

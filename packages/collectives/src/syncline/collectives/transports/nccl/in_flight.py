@@ -185,7 +185,9 @@ class InFlight:
             with self._changed:
                 pending = list(self._pending)
             if pending:
-                self.report_and_fail(gpu_fault(pending[0].describe(), error))
+                failure = gpu_fault(pending[0].describe(), error)
+                failure.__cause__ = error
+                self.report_and_fail(failure)
 
     def _problem(self, now_s: float) -> BaseException | None:
         try:
