@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from syncline.collectives import MisuseError, ProcessGroup, Work
+from syncline.collectives import MisuseError, ProcessGroup, ReduceOp, Work
 from syncline.collectives.testing import run_ranks
-from syncline.reducer import Reducer
+from syncline.reducer import GradBucket, Reducer
 
 pytestmark = pytest.mark.ranks
 
@@ -550,6 +550,58 @@ def test_a_backward_that_fails_before_its_first_gradient_changes_nothing(graph: 
             total.backward()
         heads.reducer.check_finalized()
         heads.train()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_backward_that_fails_without_synchronisation_leaves_the_next_one_averaged(
+    graph: dict[str, bool], goes_on: bool
+) -> None:
+    """Also if no forward is announced between the two, because the script runs the bare module."""
+
+    def body(group: ProcessGroup) -> None:
+        heads = Heads(group, **graph)
+        for _ in range(4):
+            heads.train()
+        heads.reducer.keep_local(True)
+        inputs = torch.ones(2, dtype=torch.float64, requires_grad=True)
+        ending = Fails.apply(inputs).sum()  # type: ignore[no-untyped-call]
+        with pytest.raises(ArithmeticError, match="not a number"):
+            (heads.compute(ALL) + ending).backward()
+        assert heads.parameters[0].grad is not None  # it has failed after the gradients had come
+        if goes_on:
+            heads.compute(ALL).backward()  # type: ignore[no-untyped-call]
+        heads.reducer.keep_local(False)
+        assert heads.reducer.has_local_gradients
+        heads.zero_grad()
+        heads.compute(ALL).backward()  # type: ignore[no-untyped-call]
+        heads.check(ALL)
+        assert not heads.reducer.has_local_gradients
+
+    run_ranks(2, body)
+
+
+def test_what_is_local_may_be_asked_within_a_backward(graph: dict[str, bool]) -> None:
+    """A communication hook runs under the reducer's lock, a hook on a tensor between two gradients of a bucket."""
+
+    def body(group: ProcessGroup) -> None:
+        heads = Heads(group, **graph)
+        seen: list[bool] = []
+
+        def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            seen.append(heads.reducer.has_local_gradients)
+            future = group.all_reduce(bucket.buffer(), ReduceOp.AVG, async_op=True).get_future()
+            return future.then(lambda done: done.value()[0])
+
+        heads.reducer.set_hook(hook)
+        heads.train()
+        seen.clear()
+        last, first = heads.forward([5, 4, 3]), heads.compute([2, 1, 0])
+        last.register_hook(lambda _: seen.append(heads.reducer.has_local_gradients))
+        (last + first).backward()  # type: ignore[no-untyped-call]
+        heads.check(ALL)
+        assert seen == [False] * 2
 
     run_ranks(2, body)
 

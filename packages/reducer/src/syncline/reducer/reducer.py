@@ -475,7 +475,8 @@ class Reducer(Inherited):
     def unreduced(self) -> set[str]:
         """Return the names of the parameters whose gradients are not averaged yet, for example after a backward in `no_sync`.
 
-        These parameters got gradients after the latest backward with averaging.
+        These parameters got gradients after the latest backward with averaging. During a backward with averaging, the result
+        leaves out the parameters that only got gradients in this backward.
         """
         self._count_unsynchronized()
         return set(self._unreduced)
@@ -515,6 +516,9 @@ class Reducer(Inherited):
         `synchronizes=True` averages gradients. See Note [Which backward is reduced] in `sync_policy`.
         """
         self._sync_policy.keep_local(is_local)
+        # A backward without averaging may have failed before its end, where its gradients are counted. Do not take these
+        # gradients for gradients of the next backward, which may be averaged.
+        self._count_unsynchronized()
 
     def wait_at_end(self, futures: Sequence[AnyFuture]) -> None:
         """Make the next backward with averaging wait for these futures before it ends.
@@ -727,13 +731,24 @@ class Reducer(Inherited):
         self._mark_ready(self._tell_usage(self._usage.arrived, indices))
 
     def _count_unsynchronized(self) -> None:
+        # The thread of a backward with averaging may come here while it holds the lock, for example in a communication hook. So
+        # ask before taking the lock, and ask again, because such a backward may have begun on another thread.
+        if not self._are_pending_local():
+            return
         with self._lock:
             self._counts_at_end = False
+            if not self._are_pending_local():
+                return
             for _, taken in self._pending.take_all():
                 # In the next backward that is reduced, these parameters count as used.
                 self._tell_usage(self._usage.accumulated, taken)
                 self._unreduced.update(self._named.names[index] for index in taken)
             self._users_hooks.reset()
+
+    def _are_pending_local(self) -> bool:
+        # A backward with averaging takes its gradients itself. If the hooks are off, another reducer averages the gradients, or
+        # this process is a fork.
+        return self._running is None and not self._hooks.are_off
 
     def _tell_usage(self, method: Callable[[Sequence[int], Collection[int]], T], indices: Sequence[int]) -> T:
         asks = self._usage.asks_for_undefined
