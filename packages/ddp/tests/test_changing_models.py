@@ -14,10 +14,18 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
 
-from syncline.collectives import DisagreementError, MisuseError, ProcessGroup, exchange_objects
+from syncline.collectives import (
+    DisagreementError,
+    MisuseError,
+    ProcessGroup,
+    destroy_process_group,
+    exchange_objects,
+    init_process_group,
+)
 from syncline.collectives.testing import run_ranks
-from syncline.ddp import DistributedDataParallel, MixedPrecision
+from syncline.ddp import DistributedDataParallel, MixedPrecision, distributed_data_parallel
 from syncline.ddp.model_watch import ModelWatch
+from syncline.reducer import Reducer
 
 pytestmark = pytest.mark.ranks
 
@@ -915,3 +923,148 @@ def test_a_delayed_parameter_may_be_frozen_and_thawed() -> None:
                 torch.testing.assert_close(step_of(ddp, group.rank, step), averages(whole, 2, step))
 
     run_ranks(2, body)
+
+
+class Branches(nn.Module):
+    """A step uses both branches, or only the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([model(), model()])
+        self.uses_both = True
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.branches[1](inputs)
+        return result + self.branches[0](inputs) if self.uses_both else result
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gradients_that_were_accumulated_before_a_change_of_the_group_are_averaged_after_it(options: dict[str, Any]) -> None:
+    """Also those of parameters that the first averaged backward in the new group does not use."""
+    later_uses_both = "find_unused_parameters" not in options and "static_graph" not in options
+    first = Branches()
+
+    def body(group: ProcessGroup) -> None:
+        module, whole = copy.deepcopy(first), copy.deepcopy(first)
+        ddp = DistributedDataParallel(module, process_group=group, **options)
+        with ddp.no_sync():
+            loss(ddp, group.rank, 0).backward()  # type: ignore[no-untyped-call]
+        smaller = group.split(0 if group.rank else None)
+        if smaller is None:
+            return
+        ddp.update_process_group(smaller)
+        assert ddp.has_local_gradients
+        module.uses_both = later_uses_both
+        loss(ddp, group.rank, 1).backward()  # type: ignore[no-untyped-call]
+        assert not ddp.has_local_gradients
+        for step, whole.uses_both in enumerate((True, later_uses_both)):
+            for rank in (1, 2):
+                (loss(whole, rank, step) / 2).backward()  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(gradients(module), gradients(whole))
+        smaller.close()
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_frozen_model_may_change_its_group_and_is_averaged_when_it_is_thawed(options: dict[str, Any]) -> None:
+    first = model()
+
+    def body(group: ProcessGroup) -> None:
+        module, whole = copy.deepcopy(first), copy.deepcopy(first)
+        ddp = DistributedDataParallel(module, process_group=group, **options)
+        step_of(ddp, group.rank, 0)
+        module.requires_grad_(False)
+        same = group.split(0)
+        assert same is not None
+        ddp.update_process_group(same)
+        assert not any(parameter.requires_grad for parameter in module.parameters())
+        ddp(batch(group.rank, 0))
+        for thawed in (module[2], module):
+            thawed.requires_grad_(True)
+            whole.requires_grad_(thawed is module)
+            whole[2].requires_grad_(True)
+            for step in range(2):
+                torch.testing.assert_close(
+                    [one for one in step_of(ddp, group.rank, step) if one is not None],
+                    [one for one in averages(whole, 2, step) if one is not None],
+                )
+            ddp.zero_grad(set_to_none=True)
+        same.close()
+
+    run_ranks(2, body)
+
+
+def test_a_delayed_parameter_may_be_frozen_while_the_group_changes() -> None:
+    first = model()
+
+    def body(group: ProcessGroup) -> None:
+        module, whole = copy.deepcopy(first), copy.deepcopy(first)
+        delayed = {"delay_all_reduce_named_params": [("2.bias", module[2].bias)], "param_to_hook_all_reduce": module[0].weight}
+        ddp = DistributedDataParallel(module, process_group=group, **delayed)
+        same = group.split(0)
+        assert same is not None
+        for frozen, to in (([0], same), ([2], group), ([], None), ([0, 2], same), ([], None)):
+            for each in (module, whole):
+                each[0].weight.requires_grad_(0 not in frozen)
+                each[2].bias.requires_grad_(2 not in frozen)
+            if to is not None:
+                ddp.update_process_group(to)
+            for step in range(2):
+                torch.testing.assert_close(step_of(ddp, group.rank, step), averages(whole, 2, step))
+            # After it is thawed, it is delayed again: the last bucket has it alone.
+            if not frozen:
+                assert ddp._reducer.buckets[-1].names == ["2.bias"]
+        same.close()
+
+    run_ranks(2, body)
+
+
+def test_a_part_with_gradients_of_one_rank_alone_cannot_be_frozen_before_the_group_changes() -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(model(), process_group=group)
+        with ddp.no_sync():
+            loss(ddp, group.rank, 0).backward()  # type: ignore[no-untyped-call]
+        ddp.module[2].requires_grad_(False)  # type: ignore[index, operator]
+        with pytest.raises(MisuseError, match=r"'2\.weight' was frozen .* is not averaged"):
+            ddp.update_process_group(group)
+
+    run_ranks(2, body)
+
+
+def test_after_a_change_of_the_group_that_fails_the_model_is_averaged_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(Reducer):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            raise MemoryError
+
+    first = model()
+
+    def body(group: ProcessGroup) -> None:
+        module, whole = copy.deepcopy(first), copy.deepcopy(first)
+        ddp = DistributedDataParallel(module, process_group=group)
+        group.barrier()
+        monkeypatch.setattr(distributed_data_parallel, "Reducer", Full)
+        with pytest.raises(MemoryError):
+            ddp.update_process_group(group)
+        torch.testing.assert_close(step_of(ddp, group.rank, 0), averages(whole, 2, 0))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("is_all_frozen", [True, False])
+def test_a_model_with_frozen_parameters_may_be_copied(is_all_frozen: bool) -> None:
+    """One of them is delayed."""
+    init_process_group("in_process", world_size=1)
+    try:
+        module = model()
+        delayed = {"delay_all_reduce_named_params": [("2.bias", module[2].bias)], "param_to_hook_all_reduce": module[0].weight}
+        ddp = DistributedDataParallel(module, **delayed)
+        (module if is_all_frozen else module[2].bias).requires_grad_(False)
+        copied = copy.deepcopy(ddp)
+        assert [p.requires_grad for p in copied.parameters()] == [p.requires_grad for p in module.parameters()]
+        for whole in (copied.module, module):
+            whole.requires_grad_(True)
+        torch.testing.assert_close(step_of(copied, 0, 0), averages(module, 1, 0))
+        assert copied._reducer.buckets[-1].names == ["2.bias"]
+    finally:
+        destroy_process_group()

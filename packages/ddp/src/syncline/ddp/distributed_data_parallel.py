@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from .iteration_listeners import IterationListeners, Listener
 from .join import Join, Joinable
 from .mixed_precision import MixedPrecision, as_mixed_precision, average_in, lower_precision
 from .model_watch import ModelWatch
-from .module_state import ModuleState, broadcast_tensors
+from .module_state import ModuleState, broadcast_tensors, thawed
 from .process_groups import as_ours, choose_default_group, choose_group
 from .replica_check import EVERY_VARIABLE as CHECK_EVERY
 from .replica_check import ReplicaCheck
@@ -211,7 +211,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._replica_check: ReplicaCheck | None = None
         self._average_hooks = AverageHooks(self.fused_optimizer)
         self._bucket_tuning: BucketTuning | None = None
-        self._reducer = self._make_reducer()
+        self._reducer = self._make_reducer(self._group)
         self._tune_buckets()
         if trace_settings is not None:
             self._start_recording(trace_settings, only_first=True)
@@ -355,7 +355,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         if self._tunes_buckets:
             self._bucket_caps_bytes = measuring_caps(sum(parameter.nbytes for _, parameter in parameters))
         self._reducer.change_parameters(
-            parameters, sparse=[id(p) in sparse for _, p in parameters], bucket_cap_bytes=self._bucket_caps_bytes
+            parameters,
+            sparse=[id(p) in sparse for _, p in parameters],
+            bucket_cap_bytes=self._bucket_caps_bytes,
+            **self._delayed_among(parameters),
         )
         self._low_precision = lower_precision(self.mixed_precision, self._state)
         self._has_adopted_optimizers = False
@@ -507,7 +510,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
         The communication hook stays registered. If the hook's state holds the old group, register the hook with a new state. A
         running `trace` ends. `watch_stragglers` and `check_replicas` go on if all ranks of the new group have the same `every`,
-        and count steps from 1 again.
+        and count steps from 1 again. If gradients wait for averaging, such as after a backward in `no_sync`, the first averaged
+        backward in the new group averages them, too.
 
         Args:
             process_group: the new group, of Syncline or of torch.distributed. None: the default group, as in the constructor.
@@ -515,7 +519,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         Raises:
             DisagreementError: on all ranks, if parameters differ between ranks in name, shape, strides or dtype, or in which of
                 them are frozen. With `forward_sync_buffers`, buffers are compared, too.
-            MisuseError: the call is within `join()`. Or the new group cannot send a parameter or buffer.
+            MisuseError: the call is within `join()`. Or the new group cannot send a parameter or buffer. Or a parameter was
+                frozen whose gradient is not averaged yet.
+
+        After an error, the model keeps its old group.
         """
         if self._join is not None:
             raise MisuseError(
@@ -524,10 +531,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         chosen = choose_group(process_group)
         group = as_ours(chosen)
         self._state.check(group, buffers=self.forward_sync_buffers)
+        self._check_frozen()
         self._state.verify(group, buffers=self.forward_sync_buffers)
         stragglers_every, check_every = self._intervals_of(group)
         hook, state = self._reducer.hook
-        # Close the old reducer first, because the new reducer hooks the same parameters.
+        # If this fails, the model keeps its old group and its old reducer.
+        reducer = self._make_reducer(group, unreduced=self._reducer.unreduced())
         self._reducer.close()
         self._stop_counting_steps_together()
         # Ranks of the old group may be gone, so do not merge the files: each rank only closes its file.
@@ -536,7 +545,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._uneven_inputs = None  # it holds the old reducer
         self.process_group, self._group = chosen, group
         self._is_default_group = process_group is None
-        self._reducer = self._make_reducer()
+        self._reducer = reducer
         self._reducer.set_hook(hook, state)
         # The next forward synchronises the buffers on all ranks: a new rank has synchronised none, and old ranks may differ in
         # whether their latest forward has.
@@ -784,24 +793,29 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             **logging_data.describe_iteration(self._reducer.statistics),
         }
 
-    def _make_reducer(self) -> Reducer:
-        parameters = self._state.trainable_parameters()
+    def _make_reducer(self, group: ProcessGroup, unreduced: Collection[str] = ()) -> Reducer:
+        parameters = [(name, parameter) for name, parameter in self._state.parameters() if parameter.requires_grad]
+        # If all parameters are frozen for now, give the reducer all of them, because a reducer needs parameters. When some are
+        # thawed, the next forward gives the reducer these parameters; see `_follow_module`.
+        if not parameters:
+            parameters = [(name, p) for name, p in self._state.parameters() if p.is_floating_point() or p.is_complex()]
         sparse = self._state.sparse_parameters()
         if self._tunes_buckets:
             check_can_tune(self.device, self.find_unused_parameters and not self.static_graph, bool(sparse))
             self._bucket_caps_bytes = measuring_caps(sum(parameter.nbytes for _, parameter in parameters))
-        reducer = Reducer(
-            parameters,
-            self._group,
-            bucket_cap_bytes=self._bucket_caps_bytes,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            sparse=[id(parameter) in sparse for _, parameter in parameters],
-            find_unused_parameters=self.find_unused_parameters,
-            skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
-            static_graph=self.static_graph,
-            delayed=self._delayed,
-            delayed_until=self._delayed_until,
-        )
+        with thawed(parameter for _, parameter in parameters):
+            reducer = Reducer(
+                parameters,
+                group,
+                bucket_cap_bytes=self._bucket_caps_bytes,
+                gradient_as_bucket_view=self.gradient_as_bucket_view,
+                sparse=[id(parameter) in sparse for _, parameter in parameters],
+                find_unused_parameters=self.find_unused_parameters,
+                skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
+                static_graph=self.static_graph,
+                unreduced=unreduced,
+                **self._delayed_among(parameters),
+            )
         self._watch = ModelWatch(self._state, self, allows_unused=self.find_unused_parameters and not self.static_graph)
         # The reducer may be made within `no_sync`.
         reducer.keep_local(not self._requires_grad_sync)
@@ -810,6 +824,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         if self._wire_dtype is not None:
             reducer.set_hook(average_in, self._wire_dtype)
         return reducer
+
+    def _delayed_among(self, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> dict[str, Any]:
+        """Return the reducer's arguments for those delayed parameters that are neither frozen nor taken out of the module."""
+        names = {name for name, _ in parameters}
+        delayed = [name for name in self._delayed if name in names]
+        return {"delayed": delayed, "delayed_until": self._delayed_until if delayed and self._delayed_until in names else None}
 
     def _verify_options(
         self,
@@ -871,5 +891,5 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._listeners, self._recordings, self._straggler_watch = IterationListeners(), [], None
         self._replica_check, self._average_hooks = None, AverageHooks(self.fused_optimizer)
         self._bucket_tuning = self._builtin_hook = None
-        self._reducer = self._make_reducer()
+        self._reducer = self._make_reducer(self._group)
         self._tune_buckets()

@@ -118,6 +118,8 @@ class Reducer(Inherited):
             waits until the gradient of `delayed_until` arrives or backward ends. Then it reduces the gradients of the delayed
             parameters, after all other buckets.
         delayed_until: the name of a parameter. None: the delayed parameters wait for the end of backward.
+        unreduced: names of parameters whose gradients are not averaged yet, from `unreduced` of an earlier reducer. The first
+            backward with averaging includes these gradients, also if this backward does not reach the parameters.
 
     Attributes:
         statistics: the times of the latest iteration.
@@ -150,6 +152,7 @@ class Reducer(Inherited):
         static_graph: bool = False,
         delayed: Sequence[str] = (),
         delayed_until: str | None = None,
+        unreduced: Collection[str] = (),
     ) -> None:
         if delayed_until is not None and not delayed:
             raise InvalidArgumentError(f"delayed_until='{delayed_until}' without delayed: name what waits, or leave it out")
@@ -165,8 +168,7 @@ class Reducer(Inherited):
             static_graph,
         )
         self._as_view = gradient_as_bucket_view
-        self._delayed_names, self._delayed_until_name = delayed, delayed_until
-        self._unreduced: set[str] = set()  # parameters whose gradients have come since the last reduced backward
+        self._unreduced = set(unreduced)  # parameters whose gradients have come since the last reduced backward
         self._reduction = BucketReduction(group)
         self._sync_policy = GradSyncPolicy()
         self._lock = threading.Lock()
@@ -186,6 +188,7 @@ class Reducer(Inherited):
         self.reductions = 0
         caps_bytes = _caps_bytes(bucket_cap_bytes, first_bucket_cap_bytes)
         self._set_up(NamedParameters(named_parameters, sparse), caps_bytes, delayed, delayed_until)
+        self._count_gradients_of(self._unreduced)
         tell_in_forks(self)
 
     def _set_up(
@@ -448,6 +451,8 @@ class Reducer(Inherited):
         *,
         sparse: Sequence[bool] | None = None,
         bucket_cap_bytes: Sequence[int],
+        delayed: Sequence[str] = (),
+        delayed_until: str | None = None,
     ) -> None:
         """Average the gradients of other parameters from now on, because the model has changed.
 
@@ -457,19 +462,20 @@ class Reducer(Inherited):
 
         Raises:
             MisuseError: a backward is running or has failed, there is no parameter, or a parameter does not require a gradient.
-            InvalidArgumentError: `sparse` does not fit the parameters.
+            InvalidArgumentError: `sparse` does not fit the parameters, or a delayed name is unknown.
         """
         self._check_idle("change_parameters")
         named = NamedParameters(named_parameters, sparse)
         self._count_unsynchronized()
         self._release_gradients()
         self._close_hooks()
-        # A delayed parameter may be frozen, or no longer a part of the model.
-        delayed = [name for name in self._delayed_names if name in named.names]
-        until = self._delayed_until_name if delayed and self._delayed_until_name in named.names else None
-        self._set_up(named, bucket_cap_bytes, delayed, until)
-        # Gradients that exist already count as uses, so that they are part of the next reduction.
-        there = [index for index, parameter in enumerate(self._parameters) if parameter.grad is not None]
+        self._set_up(named, bucket_cap_bytes, delayed, delayed_until)
+        self._count_gradients_of(named.names)
+
+    def _count_gradients_of(self, names: Collection[str]) -> None:
+        """Let gradients that exist already count as uses, so that they are part of the next reduction."""
+        found = enumerate(zip(self._named.names, self._parameters, strict=True))
+        there = [index for index, (name, parameter) in found if name in names and parameter.grad is not None]
         self._usage.accumulated(there, ())
 
     def unreduced(self) -> set[str]:
