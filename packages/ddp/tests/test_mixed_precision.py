@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +23,7 @@ from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.testing.processes import run_processes
 from syncline.ddp import DistributedDataParallel, MixedPrecision, low_precision
+from syncline.ddp.mixed_precision import average_in
 from syncline.reducer import GradBucket
 from test_support.full_run import cases
 from test_support.preloaded import OPTIMIZERS
@@ -687,3 +688,18 @@ def test_threads_that_run_parts_of_one_backward_are_not_refused(monkeypatch: pyt
         assert model.module.weight is weight
 
     run_ranks(1, body)
+
+
+class FailingGroup:
+    def all_reduce(self, *_: Any, **__: Any) -> Any:
+        begun: torch.futures.Future[int] = torch.futures.Future()
+        begun.set_result(0)
+        failed = begun.then(lambda _: 1 // 0)
+        return SimpleNamespace(get_future=lambda: failed)
+
+
+@pytest.mark.parametrize("dtype", [FP32, torch.complex64])
+def test_a_reduction_that_fails_is_an_error(dtype: torch.dtype) -> None:
+    bucket: Any = SimpleNamespace(buffer=lambda: torch.ones(2, dtype=dtype), process_group=FailingGroup)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        average_in(BF16, bucket).wait()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -68,5 +70,18 @@ def test_complex_gradients_are_refused_for_a_cast_would_lose_half_of_them() -> N
         bucket = FakeBucket([torch.tensor([1 + 2j])], group)
         with pytest.raises(MisuseError, match=r"of a floating-point dtype to cast to torch\.bfloat16, found torch\.complex64"):
             bf16_between_sites_hook(Sites(group, str(group.rank)), bucket)
+
+    run_ranks(2, body)
+
+
+def test_a_reduction_that_fails_is_an_error_and_nothing_crosses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(group: ProcessGroup) -> None:
+        sites = Sites(group, str(group.rank))
+        begun: torch.futures.Future[int] = torch.futures.Future()
+        begun.set_result(0)
+        failed = begun.then(lambda _: 1 // 0)
+        monkeypatch.setattr(sites.inside, "all_reduce", lambda *_, **__: SimpleNamespace(get_future=lambda: failed))
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            bf16_between_sites_hook(sites, FakeBucket([gradient(group.rank)], group)).wait()
 
     run_ranks(2, body)

@@ -75,7 +75,8 @@ def average_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[t
     """
     buffer = bucket.buffer()
     if not buffer.is_floating_point():
-        return bucket.process_group().all_reduce(buffer, ReduceOp.AVG, async_op=True).get_future().then(lambda _: buffer)
+        work = bucket.process_group().all_reduce(buffer, ReduceOp.AVG, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])  # `value` raises the error of a failed reduction
     work = bucket.process_group().all_reduce(buffer.to(dtype), ReduceOp.AVG, async_op=True)
     return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
 

@@ -33,7 +33,8 @@ def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
     """
     buffer = floating_buffer(bucket, "to cast to torch.bfloat16")
 
-    def cross(_: object) -> torch.Tensor:
+    def cross(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        done.value()  # raises the error of a failed reduction
         # Only the first rank of each site has this group.
         if sites.between is not None:
             # Divide before rounding, so that no sum overflows.
