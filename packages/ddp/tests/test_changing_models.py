@@ -372,6 +372,25 @@ def test_strides_that_all_ranks_change_are_followed(after: int, options: dict[st
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("after", [0, 1, 4])
+@pytest.mark.parametrize("options", OPTIONS[:2])
+@pytest.mark.parametrize("rows", [6, 1])
+def test_other_rows_that_all_ranks_give_a_table_are_followed(after: int, options: dict[str, Any], rows: int) -> None:
+    def body(group: ProcessGroup) -> None:
+        table = nn.Embedding(4, 3)
+        ddp = DistributedDataParallel(table, process_group=group, **options)
+        for step in range(6):
+            if step == after:
+                table.weight.data = torch.ones(rows, 3)
+            ddp.zero_grad()
+            (ddp(torch.tensor([0])) * (group.rank + 1)).sum().backward()
+            assert table.weight.grad is not None
+            assert table.weight.grad[0].tolist() == [1.5] * 3
+            assert table.weight.grad.shape == table.weight.shape
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("after", [0, 1, 3])
 @pytest.mark.parametrize("options", OPTIONS[:2])
 def test_strides_that_one_rank_changes_mix_no_gradients_and_are_seen_by_a_look(after: int, options: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import select
 from collections.abc import Callable
 from typing import Any
@@ -318,17 +319,20 @@ def test_a_backward_after_a_failed_one_is_refused_without_a_forward_too(as_view:
 
 
 @pytest.mark.parametrize("as_view", VIEWS)
-def test_a_resized_parameter_is_refused_by_name(as_view: bool) -> None:
+@pytest.mark.parametrize(("before", "now"), [((3,), (5,)), ((4, 3), (1, 3)), ((4, 20_000), (1, 20_000))])
+def test_a_resized_parameter_is_refused_by_name(as_view: bool, before: tuple[int, ...], now: tuple[int, ...]) -> None:
+    """Also if its gradient can be expanded to the old shape, and if it is large enough to stay in the bucket's memory."""
+
     def body(group: ProcessGroup) -> None:
-        parameters = named("a", "b", shape=(3,))
+        parameters = named("a", "b", shape=before)
         reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view)
         reducer.rebuild_buckets()
-        parameters[1][1].data = torch.ones(5)
+        parameters[1][1].data = torch.ones(now)
         # Where every node is held, for a hook of its own, autograd sees it first.
         told = (
-            r"shape \[3\] for parameter 'b'.*found \[5\]"
+            rf"shape {re.escape(str(list(before)))} for parameter 'b'.*found {re.escape(str(list(now)))}"
             if TELLS_OF_UNDEFINED_GRADIENTS
-            else r"got \[5\] but expected .* \[3\]"
+            else rf"got {re.escape(str(list(now)))} but expected .* {re.escape(str(list(before)))}"
         )
         with pytest.raises(RuntimeError, match=told):
             backward(reducer, parameters, group, (1.0, 2.0))

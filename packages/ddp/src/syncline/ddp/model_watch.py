@@ -41,8 +41,9 @@ class ModelWatch:
       layers of the containers. This costs 0.3 us for each container, and 0.03 us for each layer.
     - Some changes give no sign, such as `ddp.module.to(memory_format=...)`, or `ddp.module.double()` after a call of
       `torch.__future__.set_overwrite_module_params_on_conversion(True)`. So the watch checks all attributes that hold
-      parameters or modules, and the strides of all parameters, for 0.05 us each. This check comes after 0, 1, 2, 4, 8, 16 and
-      32 backwards that average gradients, and then after every 32 of these backwards, on all ranks in the same forward.
+      parameters or modules, for 0.05 us each, and the shapes and strides of all parameters. This check comes after 0, 1, 2, 4,
+      8, 16 and 32 backwards that average gradients, and then after every 32 of these backwards, on all ranks in the same
+      forward.
 
     If the whole module is frozen, there are no gradients to average, so the watch reports no change. If unused parameters are
     allowed, parameters that were frozen or taken out count as unused.
@@ -90,8 +91,8 @@ class ModelWatch:
         """Remember the module's submodules, and the attributes that hold parameters, for later comparisons."""
         self.has_sign = False
         parameters: list[Any] = [parameter for _, parameter in self._state.parameters()]
-        # A lazy parameter has no strides yet. Frozen parameters have no gradients, so their strides are no matter.
-        self._strides = [(p, p.stride()) for p in parameters if p.requires_grad and not is_lazy(p)]
+        # A lazy parameter has no shape yet. Frozen parameters have no gradients, so their shapes and strides are no matter.
+        self._shapes = [(p, p.shape, p.stride()) for p in parameters if p.requires_grad and not is_lazy(p)]
         parts = list(self._state.module.modules())
         self._parts = {self._owner, id(None), *map(id, parts)}  # a container may hold None in place of a layer
         places: Iterable[Any] = map(own_parameters, parts)
@@ -122,7 +123,7 @@ class ModelWatch:
             all(place.get(name) is parameter for place, name, parameter in self._places)
             and self._wrapped is self._state.module
             and all(_has_children(part, children) for part, children in self._children)
-            and all(parameter.stride() == strides for parameter, strides in self._strides)
+            and all(one.shape == shape and one.stride() == strides for one, shape, strides in self._shapes)
         )
         if differs and self._has_stand_ins():  # the module's own parameters are hidden, so look in the next forward
             return False

@@ -267,7 +267,11 @@ class Bucket:
         if self._as_view:
             self._set_views(gradients, done)
         else:
-            self._copy_out(gradients, done, may_alias=may_alias)
+            try:
+                self._copy_out(gradients, done, may_alias=may_alias)
+            except RuntimeError:  # a gradient has fewer rows than the bucket, so torch has expanded it in `collect`
+                self._refuse_gradients()
+                raise
         self._restore(untouched)
 
     def _differentiable(self, gradients: Sequence[torch.Tensor | None]) -> set[int]:

@@ -125,6 +125,7 @@ def _may_move(gradient: torch.Tensor, view: torch.Tensor) -> bool:
         and not gradient.requires_grad
         and not gradient.is_inference()
         and gradient.layout is torch.strided
+        and gradient.shape == view.shape
         and gradient.stride() == view.stride()
         and gradient.dtype is view.dtype
         and not gradient.is_conj()
