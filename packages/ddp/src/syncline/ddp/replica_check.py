@@ -72,9 +72,13 @@ class ReplicaHash:
 def _lanes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bits as 32-bit integers, in the order of its elements."""
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    flat = real.contiguous().view(-1).view(torch.uint8)
+    # `contiguous` leaves a single element its stride, with which torch shows no bytes.
+    flat = real.contiguous().as_strided((real.numel(),), (1,)).view(torch.uint8)
     rest = -flat.numel() % 4
-    return (torch.nn.functional.pad(flat, (0, rest)) if rest else flat).view(torch.int32)
+    # torch shows 32-bit integers only from an address in the storage that is a multiple of four.
+    if rest or flat.storage_offset() % 4:
+        flat = torch.nn.functional.pad(flat, (0, rest)).clone()
+    return flat.view(torch.int32)
 
 
 class ReplicaCheck:
