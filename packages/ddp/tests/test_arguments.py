@@ -354,10 +354,15 @@ def test_static_graph_is_too_late_after_a_backward(how: str) -> None:
     only_rank(body)
 
 
-def test_a_copy_on_the_default_group_is_another_replica() -> None:
-    init_process_group("in_process", world_size=1)
+@pytest.mark.parametrize("how", ["left out", "named", "updated"])
+def test_a_copy_on_the_default_group_is_another_replica(how: str) -> None:
+    default = init_process_group("in_process", world_size=1)
     try:
-        ddp = DistributedDataParallel(WithBuffer(3.0), find_unused_parameters=True, bucket_cap_mb=2)
+        ddp = DistributedDataParallel(
+            WithBuffer(3.0), find_unused_parameters=True, bucket_cap_mb=2, process_group=default if how == "named" else None
+        )
+        if how == "updated":
+            ddp.update_process_group(default)
         for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
             assert twin.find_unused_parameters is True
             twin(torch.ones(1, 2)).sum().backward()
@@ -383,6 +388,8 @@ def test_torchs_groups_are_taken() -> None:
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
         for arguments in ({}, {"process_group": dist.group.WORLD}, {"device_mesh": mesh}):
+            if "device_mesh" not in arguments:
+                copy.deepcopy(DistributedDataParallel(WithBuffer(), **arguments))  # type: ignore[arg-type]
             ddp = DistributedDataParallel(WithBuffer(), **arguments)  # type: ignore[arg-type]
             assert ddp.process_group is dist.group.WORLD, "what the script knows"
             dist.all_reduce(torch.ones(1), group=ddp.process_group)
@@ -391,6 +398,8 @@ def test_torchs_groups_are_taken() -> None:
             assert ddp.module.layer.bias.grad.item() == 1.0  # type: ignore[union-attr]
         ours = init_process_group("in_process", world_size=1)
         assert DistributedDataParallel(WithBuffer()).process_group is ours
+        with pytest.raises(MisuseError, match="only the default group is found again"):  # it would be on another group
+            copy.deepcopy(DistributedDataParallel(WithBuffer(), process_group=dist.group.WORLD))
     finally:
         destroy_process_group()
         dist.destroy_process_group()

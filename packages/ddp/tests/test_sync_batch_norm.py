@@ -246,6 +246,16 @@ def test_a_frozen_layer_and_no_grad() -> None:
     assert_equals_the_whole(found, whole)
 
 
+def test_a_shallow_copy_has_the_same_group_and_parameters() -> None:
+    def body(group: ProcessGroup) -> None:
+        layer = SyncBatchNorm(CHANNELS, process_group=group)
+        copied = copy.copy(layer)
+        assert copied.process_group is group
+        assert copied.weight is layer.weight
+
+    run_ranks(1, body)
+
+
 # ---- refusals ----
 
 

@@ -29,7 +29,7 @@ from .join import Join, Joinable
 from .mixed_precision import MixedPrecision, as_mixed_precision, average_in, lower_precision
 from .model_watch import ModelWatch
 from .module_state import ModuleState, broadcast_tensors, thawed
-from .process_groups import as_ours, choose_default_group, choose_group
+from .process_groups import as_ours, choose_default_group, choose_group, is_default_group
 from .replica_check import EVERY_VARIABLE as CHECK_EVERY
 from .replica_check import ReplicaCheck
 from .stragglers import StragglerWatch, checked_every, every_from
@@ -164,10 +164,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         )
         self.parameters_to_ignore = ignored_names(module)
         self._state = ModuleState(module, self.parameters_to_ignore)
-        # Only a default group is found again after a copy; see `__getstate__`.
-        self._is_default_group = process_group is None and device_mesh is None
         self.process_group = choose_group(process_group, device_mesh)
         self._group = as_ours(self.process_group)
+        # Only a default group is found again after a copy; see `__getstate__`.
+        self._is_default_group = device_mesh is None and is_default_group(self.process_group, self._group)
         self.device_mesh = device_mesh
         # If a check fails on one rank, the other ranks raise an error, too, in `_verify_options`.
         with telling_the_others(self._group) if init_sync else nullcontext():
@@ -544,7 +544,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             recording.abandon()
         self._uneven_inputs = None  # it holds the old reducer
         self.process_group, self._group = chosen, group
-        self._is_default_group = process_group is None
+        self._is_default_group = is_default_group(chosen, group)
         self._reducer = reducer
         self._reducer.set_hook(hook, state)
         # The next forward synchronises the buffers on all ranks: a new rank has synchronised none, and old ranks may differ in

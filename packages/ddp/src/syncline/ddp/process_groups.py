@@ -74,3 +74,12 @@ def choose_default_group() -> AnyGroup:
 def has_default_group() -> bool:
     """Whether Syncline or torch has a default group."""
     return is_initialized() or (dist.is_available() and dist.is_initialized())
+
+
+def is_default_group(group: AnyGroup, ours: ProcessGroup) -> bool:
+    """Whether a group is the one that `choose_default_group` returns. `ours` is `as_ours(group)`."""
+    if not has_default_group():
+        return False
+    # A script may pass the torch group that runs on Syncline's default group.
+    default = choose_default_group()
+    return group is default or ours is default

@@ -185,6 +185,12 @@ class SyncBatchNorm(BatchNorm):
 
     # ---- copies ----
 
+    def __copy__(self) -> SyncBatchNorm:
+        """Copy the layer, but not its parameters and buffers. The copy has the same group."""
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         """Copy all attributes, except that the copy has the same group."""
         memo[id(self.process_group)] = self.process_group
