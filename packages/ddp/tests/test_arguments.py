@@ -6,8 +6,10 @@ import copy
 import inspect
 import pickle
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from syncline.collectives import (
 )
 from syncline.collectives.testing import run_ranks
 from syncline.ddp import DistributedDataParallel
+from syncline.ddp.arguments import placement
 from syncline.reducer import GradBucket
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore:broadcast_buffers is deprecated:FutureWarning")]
@@ -162,6 +165,7 @@ def test_arguments_may_be_passed_by_position() -> None:
         ),
         ({"mixed_precision": object()}, "expected mixed_precision to be a MixedPrecision, found object"),
         ({"device_ids": [0]}, r"device_ids=\[0\] and a module on cpu"),
+        ({"device_ids": np.array([0])}, r"device_ids=\[.*0.*\] and a module on cpu"),
         ({"output_device": 0}, "output_device without device_ids"),
         ({"process_group": "world"}, "expected a process group.*found str"),
         ({"device_mesh": object()}, "Cannot specify both process_group and device_mesh"),
@@ -173,6 +177,61 @@ def test_what_cannot_be_meant_is_refused(arguments: dict[str, Any], complaint: s
             DistributedDataParallel(WithBuffer(), **{"process_group": group, **arguments})
 
     only_rank(body)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(
+            {name: np.bool_(value)}
+            for name in (
+                "find_unused_parameters",
+                "gradient_as_bucket_view",
+                "static_graph",
+                "forward_sync_buffers",
+                "init_sync",
+            )
+            for value in (True, False)
+        ),
+        {"broadcast_buffers": np.bool_(True)},
+        {"skip_all_reduce_unused_params": np.bool_(True), "find_unused_parameters": np.bool_(True)},
+        {"bucket_cap_mb": np.int8(25)},
+        {"bucket_cap_mb_list": np.array([1.0, 2.0])},
+    ],
+    ids=str,
+)
+def test_booleans_and_numbers_of_numpy_are_taken(arguments: dict[str, Any]) -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(WithBuffer(), process_group=group, **arguments)
+        ddp.check_replicas(np.int64(1))  # type: ignore[arg-type]
+        ddp.watch_stragglers(np.int64(1))  # type: ignore[arg-type]
+        ddp(torch.ones(1, 2)).sum().backward()
+        ddp.logging_data()
+
+    only_rank(body)
+
+
+@pytest.mark.parametrize(
+    ("device_ids", "output_device", "is_it"),
+    [
+        ([1], None, True),
+        (np.array([1]), np.int64(1), True),
+        ([torch.device("cuda", 1)], "cuda:1", True),
+        # As for torch, a type without an index is no error. The module has only one device, so the type means this device.
+        ([torch.device("cuda")], None, True),
+        (["cuda"], "cuda", True),
+        ([0], None, False),
+        (["cpu"], None, False),
+        (["cuda"], 0, False),
+    ],
+)
+def test_the_ways_to_name_the_modules_device(device_ids: Any, output_device: Any, is_it: bool) -> None:
+    parameters: Any = [SimpleNamespace(device=torch.device("cuda", 1))]  # no GPU is needed
+    if is_it:
+        assert placement(device_ids, output_device, parameters) == torch.device("cuda", 1)
+    else:
+        with pytest.raises(InvalidArgumentError, match="name the module's device, cuda:1"):
+            placement(device_ids, output_device, parameters)
 
 
 def test_check_reduction_is_explained() -> None:

@@ -42,7 +42,7 @@ def bucket_caps_bytes(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Seq
     if bucket_cap_mb_list is not None:
         if bucket_cap_mb is not None:
             raise InvalidArgumentError("expected bucket_cap_mb or bucket_cap_mb_list, found both: one would be ignored")
-        if not bucket_cap_mb_list:
+        if len(bucket_cap_mb_list) == 0:  # an array has no truth value
             raise InvalidArgumentError("expected at least one size in bucket_cap_mb_list, found none")
         return [_bytes("bucket_cap_mb_list", cap_mb) for cap_mb in bucket_cap_mb_list]
     caps_mb = _DEFAULT_CAPS_MB if bucket_cap_mb is None else (bucket_cap_mb,)
@@ -71,8 +71,8 @@ def buffer_synchronization(broadcast_buffers: bool | None, forward_sync_buffers:
         )
     if forward_sync_buffers is None:
         both = broadcast_buffers is None or broadcast_buffers
-        return both, both
-    return True, forward_sync_buffers
+        return bool(both), bool(both)
+    return True, bool(forward_sync_buffers)
 
 
 def check_lazy_bucket_allocation(lazy_bucket_allocation: bool) -> None:
@@ -134,8 +134,8 @@ def placement(device_ids: Sequence[Any] | None, output_device: Any, parameters: 
             not name the module's only device. Or `output_device` is another device, or is given without `device_ids`.
     """
     devices = sorted({str(parameter.device) for parameter in parameters})
-    # An empty list means the same as None, as in torch.
-    if not device_ids:
+    # An empty list means the same as None, as in torch. An array has no truth value.
+    if device_ids is None or len(device_ids) == 0:
         if output_device is not None:
             raise InvalidArgumentError("output_device without device_ids: leave it out, outputs stay where they were made")
         return None
@@ -154,7 +154,11 @@ def placement(device_ids: Sequence[Any] | None, output_device: Any, parameters: 
 
 
 def _as_device(given: Any, like: torch.device) -> torch.device:
-    return torch.device(like.type, given) if isinstance(given, int) else torch.device(given)
+    # `like` is the module's only device, so a type without an index (torch.device("cuda")) can only mean this device.
+    if isinstance(given, numbers.Integral):
+        return torch.device(like.type, int(given))
+    device = torch.device(given)
+    return like if str(device) == like.type else device
 
 
 def _is_number(given: object) -> bool:
@@ -167,4 +171,4 @@ def _bytes(argument: str, cap_mb: float | str) -> int:
         raise InvalidArgumentError(f"expected {argument} to be a number of MiB, found {cap_mb!r}{_AUTO_HINT}")
     if not 0 < cap_mb < math.inf:
         raise InvalidArgumentError(f"expected a finite {argument} above 0 MiB, found {cap_mb}")
-    return int(cap_mb * _MIB)
+    return int(float(cap_mb) * _MIB)  # a product of a small NumPy number would overflow

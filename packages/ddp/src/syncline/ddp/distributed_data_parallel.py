@@ -181,12 +181,13 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             trace_settings, stragglers_every = settings_from(os.environ), every_from(os.environ)
             check_every = every_from(os.environ, CHECK_EVERY)
         self.module = module
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.find_unused_parameters = find_unused_parameters
-        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        self.static_graph = static_graph
-        self.batched_grad_copy = batched_grad_copy
-        self.lazy_bucket_allocation = lazy_bucket_allocation
+        # `bool`, because a script may pass a boolean of NumPy, which the comparison of options cannot encode.
+        self.gradient_as_bucket_view = bool(gradient_as_bucket_view)
+        self.find_unused_parameters = bool(find_unused_parameters)
+        self.skip_all_reduce_unused_params = bool(skip_all_reduce_unused_params)
+        self.static_graph = bool(static_graph)
+        self.batched_grad_copy = bool(batched_grad_copy)
+        self.lazy_bucket_allocation = bool(lazy_bucket_allocation)
         self.dim = dim
         self.device = parameters[0][1].device
         self.device_ids = None if self._input_device is None else [self._input_device.index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import numbers
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -116,6 +117,6 @@ def checked_every(every: object, name: str) -> int:
     Raises:
         InvalidArgumentError: `every` is not a whole number of at least 1. The text contains `name`.
     """
-    if not isinstance(every, int) or every < 1:
+    if not isinstance(every, numbers.Integral) or every < 1:
         raise InvalidArgumentError(f"{name}: expected a number of steps of at least 1, found {every!r}")
-    return every
+    return int(every)
