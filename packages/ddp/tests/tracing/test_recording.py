@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -322,3 +323,28 @@ def test_a_disk_that_fills_up_ends_the_observation_of_calls(
         run_ranks(2, traced, a_network(), tmp_path)
     assert sum("no space left" in message for message in caplog.messages) == 2
     assert observers == []
+
+
+def test_a_forked_child_that_exits_leaves_the_trace_to_its_parent(tmp_path: Path) -> None:
+    """`sys.exit` runs what is to run at the exit of Python."""
+    script = """
+import os, sys, torch
+from syncline.ddp import DistributedDataParallel
+
+ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)))
+def step():
+    ddp.zero_grad()
+    ddp(torch.ones(1, 2)).sum().backward()
+with ddp.trace(sys.argv[1]):
+    step()
+    step()
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)
+    os.waitpid(child, 0)
+    step()
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], check=True, timeout=100)
+    text = (tmp_path / "trace-rank-00000.jsonl").read_text()
+    steps = [line["number"] for line in map(json.loads, text.splitlines()) if line["kind"] == "step"]
+    assert steps == [1, 2, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -71,6 +72,7 @@ class StepRecorder:
         self, folder: Path, header: Header, group: ProcessGroup, reducer: Reducer, parameters: Collection[torch.Tensor]
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._pid = header.pid
         self._file = part_path(folder, header.rank).open("w", encoding="utf-8")
         # The lines are functions: the text of a line is made when the line is written, not within a step.
         self._lines: list[Callable[[], str]] = [lambda: header_line(header)]
@@ -120,7 +122,8 @@ class StepRecorder:
 
     def end(self, *, is_complete: bool) -> None:
         """Close the open step, stop recording, and close the file. A second call does nothing."""
-        if self._file.closed:
+        # A forked child that ends by `sys.exit` calls this at its exit. The file is its parent's, which goes on.
+        if self._file.closed or os.getpid() != self._pid:
             return
         self.close_step()
         self._calls.stop()
