@@ -1039,14 +1039,30 @@ def test_a_delayed_parameter_may_be_frozen_while_the_group_changes() -> None:
     run_ranks(2, body)
 
 
-def test_a_part_with_gradients_of_one_rank_alone_cannot_be_frozen_before_the_group_changes() -> None:
+@pytest.mark.parametrize("accumulates_on", [{0}, {1}, {0, 1}])
+def test_a_part_with_gradients_of_one_rank_alone_cannot_be_frozen_before_the_group_changes(accumulates_on: set[int]) -> None:
+    """All ranks raise an error, and keep the old group."""
+
     def body(group: ProcessGroup) -> None:
         ddp = DistributedDataParallel(model(), process_group=group)
-        with ddp.no_sync():
-            loss(ddp, group.rank, 0).backward()  # type: ignore[no-untyped-call]
-        ddp.module[2].requires_grad_(False)  # type: ignore[index, operator]
-        with pytest.raises(MisuseError, match=r"'2\.weight' was frozen .* is not averaged"):
-            ddp.update_process_group(group)
+        same = group.split(0)
+        assert same is not None
+        if group.rank in accumulates_on:
+            with ddp.no_sync():
+                loss(ddp, group.rank, 0).backward()  # type: ignore[no-untyped-call]
+        inner(ddp)[2].requires_grad_(False)
+        wrong, said = (
+            (MisuseError, r"'2\.weight' was frozen .* is not averaged")
+            if group.rank in accumulates_on
+            else (DisagreementError, r"rank \d has refused its model .*'2\.weight' was frozen")
+        )
+        with pytest.raises(wrong, match=said):
+            ddp.update_process_group(same)
+        assert ddp.process_group is group
+        ddp.zero_grad()  # then it can be
+        ddp.update_process_group(same)
+        assert step_of(ddp, group.rank, 1)[-1] is None
+        same.close()
 
     run_ranks(2, body)
 

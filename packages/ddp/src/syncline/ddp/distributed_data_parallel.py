@@ -519,9 +519,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
         Raises:
             DisagreementError: on all ranks, if parameters differ between ranks in name, shape, strides or dtype, or in which of
-                them are frozen. With `forward_sync_buffers`, buffers are compared, too.
-            MisuseError: the call is within `join()`. Or the new group cannot send a parameter or buffer. Or a parameter was
-                frozen whose gradient is not averaged yet.
+                them are frozen. With `forward_sync_buffers`, buffers are compared, too. Or another rank has frozen a parameter
+                whose gradient is not averaged yet.
+            MisuseError: the call is within `join()`. Or the new group cannot send a parameter or buffer. Or this rank has
+                frozen a parameter whose gradient is not averaged yet.
 
         After an error, the model keeps its old group.
         """
@@ -532,7 +533,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         chosen = choose_group(process_group)
         group = as_ours(chosen)
         self._state.check(group, buffers=self.forward_sync_buffers)
-        self._check_frozen()
+        # If this check fails on one rank, the other ranks raise an error in `verify_same_options`.
+        with telling_the_others(group):
+            self._check_frozen()
+        verify_same_options({}, group=group)
         self._state.verify(group, buffers=self.forward_sync_buffers)
         stragglers_every, check_every = self._intervals_of(group)
         hook, state = self._reducer.hook
