@@ -985,6 +985,26 @@ def test_gradients_that_were_accumulated_before_a_change_of_the_group_are_averag
     run_ranks(3, body)
 
 
+def test_gradients_that_were_accumulated_before_a_change_of_the_group_count_though_the_graph_becomes_static_after_it() -> None:
+    first = Branches()
+
+    def body(group: ProcessGroup) -> None:
+        module, whole = copy.deepcopy(first), copy.deepcopy(first)
+        ddp = DistributedDataParallel(module, process_group=group)
+        with ddp.no_sync():
+            loss(ddp, group.rank, 0).backward()  # type: ignore[no-untyped-call]
+        ddp.update_process_group(group)
+        ddp._set_static_graph()
+        module.uses_both = False
+        loss(ddp, group.rank, 1).backward()  # type: ignore[no-untyped-call]
+        for step, whole.uses_both in enumerate((True, False)):
+            for rank in (0, 1):
+                (loss(whole, rank, step) / 2).backward()  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(gradients(module), gradients(whole))
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_frozen_model_may_change_its_group_and_is_averaged_when_it_is_thawed(options: dict[str, Any]) -> None:
     first = model()

@@ -311,6 +311,7 @@ class Reducer(Inherited):
             )
         self._is_static = True
         self._usage = self._make_usage()
+        self._count_gradients_of(self._unreduced)  # those of an earlier reducer
 
     def set_hook(self, hook: CommunicationHook | None, state: Any = None) -> None:
         """Set the communication hook, which reduces each bucket in place of `all_reduce(AVG)`. None removes the hook.
