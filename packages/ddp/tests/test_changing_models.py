@@ -1106,6 +1106,21 @@ def test_after_a_change_of_the_group_that_fails_the_model_is_averaged_as_before(
     run_ranks(2, body)
 
 
+def test_after_a_change_of_the_group_that_fails_a_frozen_model_is_frozen_as_before() -> None:
+    def body(group: ProcessGroup) -> None:
+        module = model()
+        with torch.inference_mode():
+            last = nn.Parameter(torch.ones(2), requires_grad=False)
+        module[2].register_parameter("last", last)  # torch refuses to unfreeze it
+        ddp = DistributedDataParallel(module, process_group=group, init_sync=False)
+        module.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="inference tensor"):
+            ddp.update_process_group(group)
+        assert not any(parameter.requires_grad for parameter in module.parameters())
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("is_all_frozen", [True, False])
 def test_a_model_with_frozen_parameters_may_be_copied(is_all_frozen: bool) -> None:
     """One of them is delayed."""

@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup, exchange_objects
 from syncline.collectives.internal import disable_dynamo, disable_dynamo_here
 from syncline.reducer import GradBucket, IterationStatistics, Reducer, telling_the_others, verify_same_options
+from syncline.reducer.torch_internals import hookable
 
 from . import arguments, logging_data, torch_internals
 from .bucket_tuning import BucketTuning, check_can_tune, measuring_caps
@@ -28,7 +29,7 @@ from .iteration_listeners import IterationListeners, Listener
 from .join import Join, Joinable
 from .mixed_precision import MixedPrecision, as_mixed_precision, average_in, lower_precision
 from .model_watch import ModelWatch
-from .module_state import ModuleState, broadcast_tensors, thawed
+from .module_state import ModuleState, broadcast_tensors
 from .process_groups import as_ours, choose_default_group, choose_group, is_default_group
 from .replica_check import EVERY_VARIABLE as CHECK_EVERY
 from .replica_check import ReplicaCheck
@@ -808,7 +809,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         if self._tunes_buckets:
             check_can_tune(self.device, self.find_unused_parameters and not self.static_graph, bool(sparse))
             self._bucket_caps_bytes = measuring_caps(sum(parameter.nbytes for _, parameter in parameters))
-        with thawed(parameter for _, parameter in parameters):
+        with ExitStack() as unfrozen:
+            # Unfreeze frozen parameters only for this constructor, which registers hooks.
+            for _, parameter in parameters:
+                unfrozen.enter_context(hookable(parameter))
             reducer = Reducer(
                 parameters,
                 group,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -133,19 +132,6 @@ def broadcast_tensors(named: Sequence[tuple[str, torch.Tensor]], group: ProcessG
 def writable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return detached views of the tensors, in which each element occurs once, so that code can write."""
     return [tensor.detach() if 0 not in tensor.stride() else tensor.detach()[first_of_each(tensor)] for tensor in tensors]
-
-
-@contextmanager
-def thawed(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """A context in which all these parameters require gradients."""
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
 
 
 def put_buffer(holder: torch.nn.Module, name: str, tensor: torch.Tensor | None, *, persistent: bool) -> None:
