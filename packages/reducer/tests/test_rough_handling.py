@@ -14,7 +14,7 @@ import torch
 
 from syncline.collectives import MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
-from syncline.reducer import Reducer
+from syncline.reducer import GradBucket, Reducer
 from syncline.reducer.torch_internals import TELLS_OF_UNDEFINED_GRADIENTS
 from test_support.forked import answer_of, in_fork
 
@@ -321,11 +321,18 @@ def test_a_backward_after_a_failed_one_is_refused_without_a_forward_too(as_view:
 @pytest.mark.parametrize("as_view", VIEWS)
 @pytest.mark.parametrize(("before", "now"), [((3,), (5,)), ((4, 3), (1, 3)), ((4, 20_000), (1, 20_000))])
 def test_a_resized_parameter_is_refused_by_name(as_view: bool, before: tuple[int, ...], now: tuple[int, ...]) -> None:
-    """Also if its gradient can be expanded to the old shape, and if it is large enough to stay in the bucket's memory."""
+    """Also if its gradient can be expanded to the old shape. Then other ranks would add the expanded gradient to theirs."""
 
     def body(group: ProcessGroup) -> None:
         parameters = named("a", "b", shape=before)
         reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view)
+        reduced: list[GradBucket] = []
+
+        def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            reduced.append(bucket)
+            return group.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+        reducer.set_hook(hook)
         reducer.rebuild_buckets()
         parameters[1][1].data = torch.ones(now)
         # Where every node is held, for a hook of its own, autograd sees it first.
@@ -336,6 +343,7 @@ def test_a_resized_parameter_is_refused_by_name(as_view: bool, before: tuple[int
         )
         with pytest.raises(RuntimeError, match=told):
             backward(reducer, parameters, group, (1.0, 2.0))
+        assert not reduced
 
     run_ranks(1, body)
 

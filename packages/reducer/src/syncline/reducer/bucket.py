@@ -205,14 +205,17 @@ class Bucket:
                 foreach_zero(absent)
 
     def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        # `copy_` converts another dtype silently, so check the dtype first. Look for other mistakes only when the copy fails.
-        if set(map(_dtype_of, sources)) != {self.buffer.dtype}:
+        # `copy_` silently converts another dtype and expands fewer rows, so check both first. Look for other mistakes only when
+        # the copy fails.
+        numel = sum(map(torch.Tensor.numel, sources))
+        expected = self.buffer.numel() if targets is self.views else sum(map(torch.Tensor.numel, targets))
+        if set(map(_dtype_of, sources)) != {self.buffer.dtype} or numel != expected:
             self._refuse_gradients()
         if any(map(_requires_grad_of, sources)):
             self._has_graph = True
             warn_of_graph()
         with torch.inference_mode():  # skips autograd, and is a sixth faster than `no_grad` for small gradients
-            if self._holds_vectors and sum(map(torch.Tensor.numel, sources)) == self.buffer.numel():
+            if self._holds_vectors and numel == self.buffer.numel():
                 with suppress(RuntimeError):  # raised if a gradient lies in the buffer
                     torch.cat(sources, out=self.buffer)
                     return
@@ -267,11 +270,7 @@ class Bucket:
         if self._as_view:
             self._set_views(gradients, done)
         else:
-            try:
-                self._copy_out(gradients, done, may_alias=may_alias)
-            except RuntimeError:  # a gradient has fewer rows than the bucket, so torch has expanded it in `collect`
-                self._refuse_gradients()
-                raise
+            self._copy_out(gradients, done, may_alias=may_alias)
         self._restore(untouched)
 
     def _differentiable(self, gradients: Sequence[torch.Tensor | None]) -> set[int]:
