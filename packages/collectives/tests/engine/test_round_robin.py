@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.collectives import DisagreementError, MisuseError, ProcessGroup, RoundRobinGroup, Work
+from syncline.collectives import (
+    DisagreementError,
+    InvalidArgumentError,
+    MisuseError,
+    ProcessGroup,
+    ReduceOp,
+    RoundRobinGroup,
+    Work,
+)
 from syncline.collectives.engine.composed import PerDeviceGroup
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.testing import run_ranks
@@ -114,3 +122,63 @@ def test_a_sparse_all_reduce_takes_one_turn() -> None:
         in_turn.close()
 
     run_ranks(3, body)
+
+
+def expect_turns_in_step(in_turn: RoundRobinGroup) -> None:
+    """Two collectives in flight, whose sums show whether all ranks have sent them to the same member groups."""
+    small, large = torch.ones(1), torch.full((1,), 100.0)
+    for work in [in_turn.all_reduce(tensor, async_op=True) for tensor in (small, large)]:
+        work.wait()
+    assert (small.item(), large.item()) == (in_turn.size, 100.0 * in_turn.size)
+
+
+@pytest.mark.ranks
+def test_a_transfer_between_two_ranks_takes_no_turn() -> None:
+    def body(group: ProcessGroup) -> None:
+        in_turn = groups_in_turn(group, 2)
+        received = torch.zeros(1)
+        if group.rank == 0:
+            in_turn.send(torch.full((1,), 5.0), 1)
+        elif group.rank == 1:
+            in_turn.recv(received, 0)
+            assert received.item() == 5.0
+        expect_turns_in_step(in_turn)
+        in_turn.close()
+
+    run_ranks(3, body)
+
+
+@pytest.mark.ranks
+def test_transfers_meet_in_any_order_of_their_receives() -> None:
+    def body(group: ProcessGroup) -> None:
+        in_turn = groups_in_turn(group, 2)
+        if group.rank > 0:
+            for tag in (1, 2):
+                in_turn.send(torch.full((1,), 10.0 * group.rank + tag), 0, tag)
+        else:
+            received = torch.zeros(5)
+            for number, (src, tag) in enumerate([(2, 2), (1, 2), (2, 1)]):
+                in_turn.recv(received[number], src, tag)
+            assert in_turn.recv(received[3], None, 1, async_op=True).wait()
+            assert received.tolist() == [22.0, 12.0, 21.0, 11.0, 0.0]
+        in_turn.close()
+
+    run_ranks(3, body)
+
+
+@pytest.mark.ranks
+def test_a_refused_sparse_all_reduce_takes_no_turn() -> None:
+    def body(group: ProcessGroup) -> None:
+        in_turn = groups_in_turn(group, 2)
+        elsewhere: torch.Tensor = torch.sparse_coo_tensor(size=(3,), device="meta", check_invariants=False)  # type: ignore[call-arg]
+        if group.rank == 0:
+            with pytest.raises(
+                InvalidArgumentError, match="a sparse tensor can be reduced by SUM, AVG and premul_sum, found MAX"
+            ):
+                in_turn.all_reduce(torch.ones(3).to_sparse(), ReduceOp.MAX)
+            with pytest.raises(InvalidArgumentError, match=r"^all_reduce .* moves tensors on cpu, found a tensor on meta"):
+                in_turn.all_reduce(elsewhere)
+        expect_turns_in_step(in_turn)
+        in_turn.close()
+
+    run_ranks(2, body)

@@ -132,6 +132,8 @@ class ProcessGroup(ABC):
         if not checks.is_plain(tensor, self.device_types):
             if getattr(tensor, "layout", None) is torch.sparse_coo:
                 op = checked_reduction(op, tensor.dtype)
+                self._refuse_if("all_reduce", checks.elsewhere(tensor, self.device_types, self.backend_name))
+                self._refuse_if("all_reduce", sparse.irreducible(tensor, op))
                 return self._all_reduce_sparse(tensor, op, async_op)
             self._check_tensors("all_reduce", writes=(tensor,))
         op = checked_reduction(op, tensor.dtype)

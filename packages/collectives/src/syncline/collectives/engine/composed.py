@@ -36,6 +36,10 @@ class DelegatingGroup(ProcessGroup):
     def _choose(self, device_type: str) -> ProcessGroup:
         """Return the group that carries out a call on tensors of this type of device."""
 
+    def _choose_for_transfers(self, device_type: str) -> ProcessGroup:
+        """Return the group that carries out a `send` or `recv` of a tensor on this type of device."""
+        return self._choose(device_type)
+
     @property
     def profiled_as(self) -> None:
         """None, because the member groups show the calls in the profile."""
@@ -118,11 +122,11 @@ class DelegatingGroup(ProcessGroup):
                 group.check_transfer(name, tensor, peer, tag)
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
-        group = self._choose(tensor.device.type)
+        group = self._choose_for_transfers(tensor.device.type)
         return shown(group, "send", [tensor], partial(group._send, tensor, dst, tag, async_op), is_async=async_op)
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work:
-        group = self._choose(tensor.device.type)
+        group = self._choose_for_transfers(tensor.device.type)
         return shown(group, "recv", [tensor], partial(group._recv, tensor, src, tag, async_op), is_async=async_op)
 
     def _together(self, works: Iterable[Work], name: str, async_op: bool) -> Work:
@@ -236,10 +240,11 @@ class PerDeviceGroup(DelegatingGroup):
 
 
 class RoundRobinGroup(DelegatingGroup):
-    """Passes its calls on to its member groups in turn, so that several collectives can run at the same time.
+    """Passes its collectives on to its member groups in turn, so that several collectives can run at the same time.
 
-    Calls of different member groups may run in any order. In a callback of a work's future, call a method of one of the
-    `groups`. A collective of this group raises a `MisuseError` there, because each rank could choose another member group.
+    The first member group carries out all sends and receives. Calls of different member groups may run in any order. In a
+    callback of a work's future, call a method of one of the `groups`. A collective of this group raises a `MisuseError` there,
+    because each rank could choose another member group.
     (Member groups that are groups of torch do not detect this mistake.)
 
     Args:
@@ -284,6 +289,12 @@ class RoundRobinGroup(DelegatingGroup):
             )
         with self._lock:
             return next(self._turns)
+
+    @override
+    def _choose_for_transfers(self, device_type: str) -> ProcessGroup:
+        # Only two ranks take part in a transfer. If it took a turn, these ranks would choose other groups for later collectives
+        # than the other ranks. One group for all transfers also keeps their order, their tags and receives from any rank.
+        return self.groups[0]
 
     @override
     def _issue(

@@ -172,15 +172,23 @@ def unusable(tensor: torch.Tensor, device_types: frozenset[str], backend_name: s
     problem = no_memory(tensor)
     if problem is not None:
         return problem
-    if tensor.device.type not in device_types:
-        served = ", ".join(sorted(device_types))
-        return (
-            f"backend '{backend_name}' moves tensors on {served}, found a tensor on {tensor.device}; move the tensor, or "
-            "choose a backend for that device"
-        )
+    problem = elsewhere(tensor, device_types, backend_name)
+    if problem is not None:
+        return problem
     if tensor.layout is not torch.strided:
         return f"expected a dense tensor, found layout {tensor.layout}"
     return None
+
+
+def elsewhere(tensor: torch.Tensor, device_types: frozenset[str], backend_name: str) -> str | None:
+    """Return an error text if the tensor is on another type of device than a group with this backend serves."""
+    if tensor.device.type in device_types:
+        return None
+    served = ", ".join(sorted(device_types))
+    return (
+        f"backend '{backend_name}' moves tensors on {served}, found a tensor on {tensor.device}; move the tensor, or "
+        "choose a backend for that device"
+    )
 
 
 def unwritable(tensor: torch.Tensor) -> str | None:

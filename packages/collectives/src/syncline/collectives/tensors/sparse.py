@@ -9,7 +9,6 @@ from zlib import crc32
 import torch
 
 from ..engine.call import tensor_in_words
-from ..errors import InvalidArgumentError
 from ..health.statements import Statements, different_calls
 from ..reduce_op import PremulSum, ReduceOp, Reduction, divide
 from ..work import FinishedWork, FutureWork, TensorsFuture, Work, devices_of, fail_future, new_future
@@ -37,6 +36,16 @@ class Gatherer(Protocol):
         """See `ProcessGroup.all_gather`."""
 
 
+def irreducible(tensor: torch.Tensor, op: Reduction) -> str | None:
+    """Return an error text if `all_reduce` cannot reduce a sparse tensor by `op`, otherwise None."""
+    # For bool, `checked_reduction` has replaced SUM by BOR, so an error about `op` would not name the caller's reduction.
+    if tensor.dtype is torch.bool:
+        return "a sparse tensor of dtype bool cannot be reduced; pass tensor.to_dense()"
+    if not (isinstance(op, PremulSum) or op in (ReduceOp.SUM, ReduceOp.AVG)):
+        return f"a sparse tensor can be reduced by SUM, AVG and premul_sum, found {op.name}; pass tensor.to_dense()"
+    return None
+
+
 def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
     """Add up the COO tensors of all ranks, in place. Every rank gets the same coalesced tensor, with the same bits.
 
@@ -45,26 +54,16 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
 
     Args:
         group: the process group; all its ranks call this function.
-        tensor: sparse COO. Every rank passes the same shape, dtype and number of sparse dimensions, and any elements.
+        tensor: sparse COO, not `irreducible`. Every rank passes the same shape, dtype and number of sparse dimensions, and any
+            elements.
         op: SUM, AVG or a `premul_sum`.
         async_op: if true, do not wait for the result. A group without a total order waits in any case.
 
     Raises:
-        InvalidArgumentError: `op` is another reduction, or the dtype is bool.
         DisagreementError: shape, dtype, number of sparse dimensions or `op` differ. All ranks raise this error.
 
     Cost: three all-gathers: of the element counts, the indices and the values, padded to the largest count.
     """
-    # For bool, `checked_reduction` has replaced SUM by BOR, so an error about `op` would not name the caller's reduction.
-    if tensor.dtype is torch.bool:
-        raise InvalidArgumentError(
-            f"all_reduce on {group.place()}: a sparse tensor of dtype bool cannot be reduced; pass tensor.to_dense()"
-        )
-    if not (isinstance(op, PremulSum) or op in (ReduceOp.SUM, ReduceOp.AVG)):
-        raise InvalidArgumentError(
-            f"all_reduce on {group.place()}: a sparse tensor can be reduced by SUM, AVG and premul_sum, found {op.name}; "
-            "pass tensor.to_dense()"
-        )
     mine = tensor.detach().to(accumulation_dtype(tensor.dtype)).coalesce().to(tensor.dtype)
     signature = f"all_reduce(sparse {tensor_in_words(mine)} with {mine.sparse_dim()} sparse dimension(s), op={op.name})"
     head = torch.tensor([mine.values().shape[0], crc32(signature.encode())], device=tensor.device)
