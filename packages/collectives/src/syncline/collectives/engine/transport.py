@@ -26,6 +26,9 @@ class Request(ABC):
     def wait(self, scope: CancelScope) -> None:
         """Block until the request is over. Only one thread at a time calls this method.
 
+        A request that copies a message to the program's tensor by torch, here or in `test`, does so in the context
+        `tensors.layout.untracked`, because the tensor may require a gradient.
+
         Raises:
             TimeoutError: the scope's time limit was reached. The caller may wait again. But over Gloo the next wait raises a
                 `TransportError`, because Gloo closes the connection.

@@ -13,6 +13,7 @@ from ..engine.cancel_scope import CancelScope
 from ..engine.device import DeviceRuntime
 from ..engine.transport import Plan, Request, Transport
 from ..health.stalls import StatusPost
+from ..tensors.layout import untracked
 
 # These collectives read `part` and write `whole` (see `Plan.run`). The others read `whole` and write `part`.
 _PART_IS_READ = frozenset({"all_gather", "all_gather_into_tensor", "gather"})
@@ -207,7 +208,7 @@ class StagedArrival(Request):
         return self._request.source()
 
     def _deliver(self) -> None:
-        with self._order.entered():
+        with untracked(), self._order.entered():
             self._device.to_device(self._there, self._tensor)
             # Wait for the copy, because any thread and any stream may use the tensor next.
             self._device.finish(self._tensor)

@@ -22,6 +22,7 @@ from ..membership.store_reconnector import StoreReconnector
 from ..reduce_op import Reduction
 from ..startup.backend import Backend, ConnectRequest
 from ..stores import InMemoryStore, Store
+from ..tensors.layout import untracked
 from ..tensors.reduction import reduce_in_rank_order, reduce_into
 
 
@@ -172,7 +173,7 @@ class InProcessTransport(LibraryTransport):
         """Let every rank reduce all tensors, in rank order."""
         tensors = self._show(tensor, call)
         if self._size == 1:  # in place, because no other rank reads the tensor
-            reduce_into(tensor, op, tensors)
+            reduce_into(tensor, op, [tensor])
             return
         result = reduce_in_rank_order(op, tensors)
         self.barrier(call)
@@ -229,7 +230,7 @@ class InProcessTransport(LibraryTransport):
         call: Call,
     ) -> None:
         """Let every rank copy its part of the tensors of all ranks."""
-        shown = self._meet(call, (tensor, list(input_counts)))
+        shown = self._meet(call, (tensor.detach(), list(input_counts)))
         parts = [theirs.split(counts)[self._rank] for theirs, counts in shown]
         sent = [part.numel() for part in parts]
         result = torch.cat(parts)
@@ -248,7 +249,7 @@ class InProcessTransport(LibraryTransport):
 
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
         """Give the receiver a copy of the tensor."""
-        self._shared_state.send(self._rank, dst, tag, tensor.clone())
+        self._shared_state.send(self._rank, dst, tag, tensor.detach().clone())
         return _Sent()
 
     def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
@@ -271,7 +272,8 @@ class InProcessTransport(LibraryTransport):
         return self._shared_state.size
 
     def _show(self, tensor: torch.Tensor | None, call: Call) -> list[Any]:
-        return self._meet(call, tensor)
+        # Show only the values: results of other ranks must not become parts of the graph of a tensor that requires a gradient.
+        return self._meet(call, None if tensor is None else tensor.detach())
 
     def _meet(self, call: Call, value: Any) -> list[Any]:
         self._round += 1
@@ -314,7 +316,8 @@ class _Receiving(Request):
                 f"rank {source} sent {message.numel()} elements of {message.dtype} to rank {self._rank}, which expects "
                 f"{self._tensor.numel()} of {self._tensor.dtype}"
             )
-        self._tensor.copy_(message)
+        with untracked():
+            self._tensor.copy_(message)
 
     def test(self) -> bool:
         if self._source is None and self._receive.message is not None:

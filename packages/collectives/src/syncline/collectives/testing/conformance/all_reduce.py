@@ -235,6 +235,21 @@ def parameters(group: ProcessGroup) -> None:
         expect_equal((parameter.requires_grad, parameter.grad_fn), (True, None), "autograd's view of the parameter")
 
 
+def parameter_on_one_rank(group: ProcessGroup) -> None:
+    """Check that autograd records nothing on a rank that passes a plain tensor, while the tensor of rank 0 is a parameter."""
+    tensor = terms((7,), group.rank)
+    if group.rank == 0:
+        tensor = torch.nn.Parameter(tensor)
+    block = torch.zeros(group.size, 7)
+    group.all_gather_into_tensor(block, tensor)
+    expect(block[0], terms((7,), 0), "part of rank 0")
+    group.all_reduce(tensor)
+    expect(tensor.detach(), sum_of_terms((7,), group.size), "SUM with a parameter of rank 0")
+    group.broadcast(tensor)
+    expect_equal((tensor.requires_grad, tensor.grad_fn), (group.rank == 0, None), "autograd's view of the tensor")
+    expect_equal((block.requires_grad, block.grad_fn), (False, None), "autograd's view of the block")
+
+
 CHECKS: dict[str, Check] = {
     "all_reduce_every_dtype_and_reduction": every_dtype_and_reduction,
     "all_reduce_every_layout": every_layout,
@@ -247,4 +262,5 @@ CHECKS: dict[str, Check] = {
     "all_reduce_truth_values": truth_values,
     "all_reduce_lazily_conjugated": lazily_conjugated,
     "all_reduce_parameters": parameters,
+    "all_reduce_parameter_on_one_rank": parameter_on_one_rank,
 }

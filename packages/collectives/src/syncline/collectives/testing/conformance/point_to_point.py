@@ -65,6 +65,24 @@ def tags(group: ProcessGroup) -> None:
             work.wait()
 
 
+def tracked(group: ProcessGroup) -> None:
+    """Check that a parameter can be sent and received, and that an inference tensor can be received."""
+    if group.size == 1:
+        return
+    left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+    with torch.inference_mode():
+        targets = [torch.zeros(2, 3), torch.zeros(3, 2).t()]
+    targets += [torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(3, 2).t()), torch.zeros(2, 3)]
+    for target in targets:
+        receiving = group.recv(target, left, async_op=True)
+        sending = group.send(torch.nn.Parameter(values((2, 3), group.rank)), right, async_op=True)
+        receiving.wait()
+        sending.wait()
+        expect(target.detach(), values((2, 3), left), "a parameter of the left rank")
+        is_parameter = isinstance(target, torch.nn.Parameter)
+        expect_equal((target.requires_grad, target.grad_fn), (is_parameter, None), "autograd's view of the tensor")
+
+
 def any_source(group: ProcessGroup) -> None:
     """Check receives from any source: each message arrives once, and the work names the sender."""
     if group.rank > 0:
@@ -111,6 +129,7 @@ CHECKS: dict[str, Check] = {
     "point_to_point_ring": ring,
     "point_to_point_both_send_first": both_send_first,
     "point_to_point_tags": tags,
+    "point_to_point_tracked": tracked,
     "point_to_point_any_source": any_source,
     "point_to_point_futures": futures,
     "point_to_point_refusals": refusals,
