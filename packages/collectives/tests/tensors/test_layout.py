@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from syncline.collectives.tensors.layout import bytes_of, contents, in_plain_order, overlaps_itself
+from syncline.collectives.tensors.layout import bytes_of, contents, in_one_block, in_plain_order, overlaps_itself
 
 
 @pytest.mark.parametrize(
@@ -76,3 +76,11 @@ def test_overlaps_are_found_on_any_default_device() -> None:
     with torch.device("meta"):
         assert overlaps_itself((2, 3), (1, 1))
         assert not overlaps_itself((2, 2, 2), (3, 2, 7))
+
+
+def test_the_block_of_one_tensor_is_a_copy() -> None:
+    """In a group of one rank, an output may lie in the memory of the only input. MPI ends the job then."""
+    tensor = torch.arange(4.0)
+    block = in_one_block([tensor])
+    tensor.zero_()
+    assert block.tolist() == [0.0, 1.0, 2.0, 3.0]

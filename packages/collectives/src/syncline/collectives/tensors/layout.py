@@ -142,9 +142,11 @@ def unpack(
 
 
 def in_one_block(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate tensors into a flat tensor. A single contiguous tensor is not copied."""
-    parts = [flat(in_plain_order(tensor)) for tensor in tensors]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    """Concatenate tensors into a new flat tensor.
+
+    A single tensor is copied, too: in a group of one rank, it may share memory with the output, which libraries refuse.
+    """
+    return torch.cat([flat(in_plain_order(tensor)) for tensor in tensors])
 
 
 def empty_block(part: torch.Tensor, size: int) -> torch.Tensor:

@@ -72,6 +72,15 @@ def scatter_every_layout(group: ProcessGroup) -> None:
         mine.expect(values(layout.shape, group.rank))
 
 
+def scatter_in_place(group: ProcessGroup) -> None:
+    """Check a root whose output is also its own entry of the inputs."""
+    for root in range(group.size):
+        tensor = values((5,), root)
+        inputs = [tensor if rank == root else values((5,), rank) for rank in range(group.size)]
+        group.scatter(tensor, inputs if group.rank == root else None, root)
+        expect(tensor, values((5,), group.rank), f"scatter in place from {root}")
+
+
 def roots_of_other_types(group: ProcessGroup) -> None:
     """Check that integers of other types are the same root: an int on even ranks, a tensor on odd ranks."""
     for root in range(group.size):
@@ -99,4 +108,5 @@ CHECKS: dict[str, Check] = {
     "gather_every_layout": gather_every_layout,
     "scatter_every_root_and_dtype": scatter_every_root_and_dtype,
     "scatter_every_layout": scatter_every_layout,
+    "scatter_in_place": scatter_in_place,
 }

@@ -65,10 +65,15 @@ def reduce_scatter_sum(group: ProcessGroup) -> None:
 
 
 def reduce_scatter_in_place(group: ProcessGroup) -> None:
-    """Check an output that is this rank's part of the input."""
+    """Check an output that shares memory with the input."""
     whole = torch.stack([terms((9,), group.rank) * (part + 1) for part in range(group.size)])
     group.reduce_scatter_tensor(whole[group.rank], whole)
     expect(whole[group.rank], sum_of_terms((9,), group.size) * (group.rank + 1), "reduce_scatter_tensor in place")
+    # With a list, the output may be any part of an input's memory.
+    memory = torch.zeros(10)
+    memory[:9] = terms((9,), group.rank)
+    group.reduce_scatter(memory[1:], [memory[:9]] * group.size)
+    expect(memory[1:], sum_of_terms((9,), group.size), "reduce_scatter into the memory of its inputs")
 
 
 def reduce_scatter_of_different_sizes(group: ProcessGroup) -> None:
