@@ -10,7 +10,7 @@ import torch
 
 from ..reduce_op import Reduction
 from ..work import FinishedWork, FutureWork, Work, join_futures
-from .layout import untracked
+from .layout import in_plain_order, untracked
 
 
 class Reducing(Protocol):
@@ -52,7 +52,8 @@ def reduce_scatter(
     # `reduce` overwrites the root's tensor, but inputs must not change. So in the `reduce` to this rank, pass the output.
     with untracked():
         output.copy_(inputs[group.rank])
-    terms = [output if rank == group.rank else entry for rank, entry in enumerate(inputs)]
+    # `reduce` takes only tensors that it may write. A copy of an expanded input is such a tensor.
+    terms = [output if rank == group.rank else in_plain_order(entry) for rank, entry in enumerate(inputs)]
     works = []
     for root, term in enumerate(terms):
         with group.marked("in reduce_scatter"):  # the program called reduce_scatter, so errors must name it, too

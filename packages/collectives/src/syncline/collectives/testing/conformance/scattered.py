@@ -77,7 +77,7 @@ def reduce_scatter_in_place(group: ProcessGroup) -> None:
 
 
 def reduce_scatter_of_different_sizes(group: ProcessGroup) -> None:
-    """Check parts of 0, 3, 6, ... elements. The inputs must not change."""
+    """Check parts of 0, 3, 6, ... elements, also of expanded inputs. The inputs must not change."""
     for is_async in (False, True):
         inputs = [terms((part, 3), group.rank) * (part + 1) for part in range(group.size)]
         before = [entry.clone() for entry in inputs]
@@ -87,6 +87,10 @@ def reduce_scatter_of_different_sizes(group: ProcessGroup) -> None:
         expect(output, sum_of_terms((group.rank, 3), group.size) * (group.rank + 1), "reduce_scatter of different sizes")
         for entry, original in zip(inputs, before, strict=True):
             expect(entry, original, "input of reduce_scatter of different sizes")
+    expanded = [terms((1,), group.rank).expand(part + 2) for part in range(group.size)]
+    output = torch.zeros(group.rank + 2)
+    group.reduce_scatter(output, expanded)
+    expect(output, sum_of_terms((1,), group.size).expand(group.rank + 2), "reduce_scatter of expanded inputs")
 
 
 CHECKS: dict[str, Check] = {
