@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from syncline.collectives import ProcessGroup, ReduceOp, TransportError
+from syncline.collectives import InvalidArgumentError, ProcessGroup, ReduceOp, TransportError
 from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.testing import CHECKS, Check, run_ranks
 from syncline.collectives.transports.device import DeviceTransport
@@ -176,6 +176,21 @@ def test_ranks_may_differ_in_where_the_tensor_is() -> None:
         assert ("in" in device.log) is (outer.rank == 0)
 
     run_ranks(2, body)
+
+
+def test_tensors_of_one_call_are_on_one_type_of_device() -> None:
+    """Otherwise the host's library would read the address of a device's tensor."""
+    group, device = staged(1, lambda tensor: tensor.dim() == 2)(0)
+    there, here = torch.ones(1, 3), torch.ones(3)
+    for call in (
+        lambda: group.reduce_scatter_tensor(here, there),
+        lambda: group.all_gather_into_tensor(there, here),
+        lambda: group.all_to_all([here], [there]),
+    ):
+        with pytest.raises(InvalidArgumentError, match="expected all tensors on one type of device"):
+            call()
+    assert device.log == []
+    group.all_reduce(there)
 
 
 def test_directly() -> None:

@@ -38,8 +38,9 @@ class ProcessGroup(ABC):
     work's `wait()` returns.
 
     **Tensors.** Any dtype can be sent; `ReduceOp` lists the dtypes of each reduction. A tensor's device must be of a type in
-    `device_types`. Outputs are written in place, also if they are not contiguous. Tensors may be empty or without dimensions.
-    If an argument is wrong on this rank, the method raises an error before it issues the call, and the group stays usable.
+    `device_types`. All tensors that a rank passes to one call are on one type of device. Outputs are written in place, also if
+    they are not contiguous. Tensors may be empty or without dimensions. If an argument is wrong on this rank, the method raises
+    an error before it issues the call, and the group stays usable.
 
     **Ranks** in arguments and results are ranks in this group, 0 to size - 1.
 
@@ -813,6 +814,10 @@ class ProcessGroup(ABC):
         for tensor in (*reads, *writes):
             if not checks.is_plain(tensor, served):
                 self._refuse_if(collective, checks.unusable(tensor, served, self.backend_name))
+        # The group carries out a call where its main tensor is. A library would read another tensor's address there, too.
+        if len(served) > 1 and len({device_type_of(tensor) for tensor in (*reads, *writes)}) > 1:
+            found = " and ".join(sorted({str(tensor.device) for tensor in (*reads, *writes)}))
+            self._refuse_if(collective, f"expected all tensors on one type of device, found {found}")
         for tensor in writes:
             self._refuse_if(collective, checks.unwritable(tensor))
         # `unwritable` looks at one output at a time. Different outputs must not overwrite one another either.
