@@ -636,6 +636,13 @@ def test_what_torch_cannot_copy_moves_all_the_same(staged: Group, dtype: torch.d
             group.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint4, torch.int3, torch.bits8], ids=str)
+def test_a_window_holds_what_torch_cannot_fill(staged: Group, dtype: torch.dtype) -> None:
+    window = staged.group.allocate(300_000, dtype)
+    assert (window.numel(), window.dtype) == (300_000, dtype)
+    assert not window.view(torch.uint8).any()
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"thresholds": replace(BY_MPI, ring_bytes=1), "split": alone}], ids=["one node", "a ring of nodes"]
 )

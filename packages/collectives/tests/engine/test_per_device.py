@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
 
-from syncline.collectives import GroupClosedError, ProcessGroup, RoundRobinGroup, TransportError
+from syncline.collectives import GroupClosedError, InvalidArgumentError, ProcessGroup, RoundRobinGroup, TransportError
 from syncline.collectives.startup.backend import Backend, ConnectRequest
 from syncline.collectives.startup.registry import PerDeviceBackend
 from syncline.collectives.transports.threads import backend as in_process
@@ -79,4 +80,14 @@ def test_a_new_time_limit_is_every_groups(backend: OnItsDevice) -> None:
     in_turn = RoundRobinGroup(list(group.groups.values()))
     in_turn.set_timeout(4.5)
     assert [part.timeout_s for part in (in_turn, *in_turn.groups)] == [4.5] * 3
+    group.close()
+
+
+def test_a_device_without_a_member_group_has_torchs_memory_and_no_algorithm(backend: OnItsDevice) -> None:
+    group = PerDeviceBackend({"cpu": backend}).connect(REQUEST)
+    tensor = group.allocate(4, torch.float32, "meta")
+    assert (tensor.device.type, tensor.numel()) == ("meta", 4)
+    assert group.algorithm_of("all_reduce", tensor) is None
+    with pytest.raises(InvalidArgumentError, match="moves tensors on cpu, found a tensor on meta"):
+        group.all_reduce(tensor)
     group.close()

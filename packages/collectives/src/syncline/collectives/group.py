@@ -37,10 +37,10 @@ class ProcessGroup(ABC):
     CUDA, the current stream waits for the collective instead). With `async_op=True` do not read or write the tensors until the
     work's `wait()` returns.
 
-    **Tensors.** Any dtype can be sent; `ReduceOp` lists the dtypes of each reduction. A tensor's device must be of a type in
-    `device_types`. All tensors that a rank passes to one call are on one type of device. Outputs are written in place, also if
-    they are not contiguous. Tensors may be empty or without dimensions. If an argument is wrong on this rank, the method raises
-    an error before it issues the call, and the group stays usable.
+    **Tensors.** Any dtype that torch can copy can be sent; `ReduceOp` lists the dtypes of each reduction. A tensor's device
+    must be of a type in `device_types`. All tensors that a rank passes to one call are on one type of device. Outputs are
+    written in place, also if they are not contiguous. Tensors may be empty or without dimensions. If an argument is wrong on
+    this rank, the method raises an error before it issues the call, and the group stays usable.
 
     **Ranks** in arguments and results are ranks in this group, 0 to size - 1.
 
@@ -493,7 +493,7 @@ class ProcessGroup(ABC):
                 from `torch.empty`.
         """
         self._refuse_if("allocate", checks.no_size(numel, dtype))
-        return torch.empty(numel, dtype=dtype, device=device)
+        return torch.empty(int(numel), dtype=dtype, device=device)
 
     # ---- what a group can do: callers ask these methods, and do not look at the group's type ----
 

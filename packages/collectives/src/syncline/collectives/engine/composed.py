@@ -176,12 +176,14 @@ class PerDeviceGroup(DelegatingGroup):
         return "; ".join(f"{device_type} by {group.describe()}" for device_type, group in self.groups.items())
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Allocate memory with the member group that serves the device."""
-        return self.groups[torch.device(device).type].allocate(numel, dtype, device)
+        """Allocate memory with the member group that serves the device, or with torch if no member group serves it."""
+        group = self.groups.get(torch.device(device).type)
+        return super().allocate(numel, dtype, device) if group is None else group.allocate(numel, dtype, device)
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
-        """As `ProcessGroup.algorithm_of`, of the member group that serves the tensor's device."""
-        return self._choose(tensor.device.type).algorithm_of(name, tensor)
+        """As `ProcessGroup.algorithm_of`, of the member group that serves the tensor's device, if any."""
+        group = self.groups.get(tensor.device.type)
+        return None if group is None else group.algorithm_of(name, tensor)
 
     def _choose(self, device_type: str) -> ProcessGroup:
         return self.groups[device_type]

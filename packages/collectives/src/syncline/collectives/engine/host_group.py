@@ -344,13 +344,14 @@ class HostGroup(EngineGroup):
         if torch.device(device).type != "cpu":
             return super().allocate(numel, dtype, device)
         self._refuse_if("allocate", checks.no_size(numel, dtype))
+        numel = int(numel)  # transports calculate with it
         made: list[torch.Tensor] = []
 
         def body(call: Call) -> None:
             with torch.inference_mode(False):  # a tensor made in inference mode cannot hold gradients
-                made.append(self._transport.allocate(int(numel), dtype, call))
+                made.append(self._transport.allocate(numel, dtype, call))
 
-        self._start(Signature("allocate", detail=f"numel={int(numel)}, dtype={dtype}"), (), (), body)
+        self._start(Signature("allocate", detail=f"numel={numel}, dtype={dtype}"), (), (), body)
         return made[0]
 
     # ---- two ranks ----

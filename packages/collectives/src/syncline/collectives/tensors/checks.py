@@ -239,6 +239,7 @@ def no_size(numel: object, dtype: object) -> str | None:
     """Return an error text if torch cannot make a flat tensor of `numel` elements of `dtype`, otherwise None."""
     if not isinstance(dtype, torch.dtype):
         return f"expected a torch.dtype, found {dtype!r}"
+    # An integer of another library may be narrow, so that a product with it overflows.
     if not is_integer(numel) or not 0 <= int(cast(int, numel)) * dtype.itemsize < 2**63:
         return f"expected a number of elements of 0 or above, whose bytes 63 bits can count, found {numel!r} of {dtype}"
     return None

@@ -28,7 +28,12 @@ def gathered_bytes(group: ProcessGroup) -> None:
 
 
 def allocated_memory(group: ProcessGroup) -> None:
-    """Check that `allocate` returns a flat tensor of the requested size and dtype, which collectives accept."""
+    """Check that `allocate` returns a flat tensor of the requested size and dtype, which collectives accept.
+
+    One size is an integer of 8 bits, in which its bytes cannot be counted.
+    """
+    narrow: int = torch.tensor(100, dtype=torch.int8)  # type: ignore[assignment]
+    expect_equal(group.allocate(narrow, torch.float32).shape, torch.Size([100]), "shape of memory")
     for numel in (0, 1, 1000):
         for dtype in MOVABLE_DTYPES:
             memory = group.allocate(numel, dtype)

@@ -269,7 +269,9 @@ class NodeMemory:
         segment.holds_tensors = True
         self.windows.add(segment)
         self._has_windows = True
-        return segment.view(segment.mine, 0, numel, dtype).zero_()  # this maps the pages, so the first use is not slower
+        # This maps the pages, so the first use is not slower. Fill bytes, because torch cannot fill int4 or quantized tensors.
+        segment.view(segment.mine, 0, numel * dtype.itemsize, torch.uint8).zero_()
+        return segment.view(segment.mine, 0, numel, dtype)
 
     def _warn(self, error: SharedMemoryError) -> None:
         reason = str(error)
