@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from syncline.collectives import InvalidArgumentError, TransportError
 from syncline.collectives.internal import message_device
@@ -69,3 +71,27 @@ def test_a_group_of_torchs_nccl_serves_no_cpu(monkeypatch: pytest.MonkeyPatch) -
         pass
     assert group.agree_on_calls() is None
     assert message_device(TorchGroup(Refusing())) == torch.device("cpu")  # type: ignore[arg-type]
+
+
+class Recording:
+    """A torch group that notes the address of each tensor that this rank sends in an all-to-all."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.sent: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def alltoall_base(self, received: torch.Tensor, sent: torch.Tensor, *rest: Any) -> Any:
+        self.sent.append(sent.data_ptr())
+        return self._group.alltoall_base(received, sent, *rest)
+
+
+def test_reduce_scatter_tensor_sends_the_input_without_a_copy() -> None:
+    recording = Recording(dist.ProcessGroupGloo(dist.HashStore(), 0, 1, dist.default_pg_timeout))
+    group = TorchGroup(recording)  # type: ignore[arg-type]
+    whole, output = torch.arange(6.0).view(2, 3), torch.zeros(6)
+    group.reduce_scatter_tensor(output, whole)
+    assert output.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert recording.sent == [whole.data_ptr()]

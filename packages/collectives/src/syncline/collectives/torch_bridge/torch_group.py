@@ -200,8 +200,10 @@ class TorchGroup(ProcessGroup):
                 return self._all_reduce(writes[0], signature.reduction, async_op)
             case "reduce":
                 return self._reduce(writes[0], signature.root_rank, signature.reduction, async_op)
-            case "reduce_scatter" | "reduce_scatter_tensor":
+            case "reduce_scatter":
                 return self._reduce_scatter(writes[0], in_one_block(reads), signature.reduction, async_op)
+            case "reduce_scatter_tensor":
+                return self._reduce_scatter(writes[0], flat(in_plain_order(reads[0])), signature.reduction, async_op)
             case "broadcast":
                 return self._broadcast(writes[0], signature.root_rank, async_op)
             case "all_gather":
