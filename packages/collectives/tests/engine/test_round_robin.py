@@ -125,17 +125,18 @@ def test_a_sparse_all_reduce_takes_one_turn() -> None:
 
 
 def expect_turns_in_step(in_turn: RoundRobinGroup) -> None:
-    """Two collectives in flight, whose sums show whether all ranks have sent them to the same member groups."""
-    small, large = torch.ones(1), torch.full((1,), 100.0)
-    for work in [in_turn.all_reduce(tensor, async_op=True) for tensor in (small, large)]:
+    """A collective in flight on each member group. The sums show whether all ranks have sent them to the same member groups."""
+    weights = [100.0**number for number in range(len(in_turn.groups))]
+    tensors = [torch.full((1,), weight) for weight in weights]
+    for work in [in_turn.all_reduce(tensor, async_op=True) for tensor in tensors]:
         work.wait()
-    assert (small.item(), large.item()) == (in_turn.size, 100.0 * in_turn.size)
+    assert [tensor.item() for tensor in tensors] == [in_turn.size * weight for weight in weights]
 
 
 @pytest.mark.ranks
 def test_a_transfer_between_two_ranks_takes_no_turn() -> None:
     def body(group: ProcessGroup) -> None:
-        in_turn = groups_in_turn(group, 2)
+        in_turn = groups_in_turn(group, 3)  # the check and the transfer could take two turns
         received = torch.zeros(1)
         if group.rank == 0:
             in_turn.send(torch.full((1,), 5.0), 1)
@@ -146,6 +147,18 @@ def test_a_transfer_between_two_ranks_takes_no_turn() -> None:
         in_turn.close()
 
     run_ranks(3, body)
+
+
+def test_only_the_first_member_group_checks_transfers() -> None:
+    groups = [in_process.connect(ConnectRequest(None, None, None, None, 5.0)) for _ in range(2)]
+    asked: list[int] = []
+    for number, group in enumerate(groups):
+        group.check_transfer = lambda *_, number=number: asked.append(number)  # type: ignore[method-assign]
+    in_turn = RoundRobinGroup(groups)
+    in_turn.size = 2
+    in_turn.check_transfer("send", torch.ones(1), 1, 5)
+    assert asked == [0]
+    in_turn.close()
 
 
 @pytest.mark.ranks

@@ -117,9 +117,7 @@ class DelegatingGroup(ProcessGroup):
     def check_transfer(self, name: str, tensor: torch.Tensor, peer: int | None, tag: int) -> None:
         super().check_transfer(name, tensor, peer, tag)
         # `_send` and `_recv` of a member group check nothing, and its library may have rules of its own, as NCCL has.
-        for group in self._all:
-            if tensor.device.type in group.device_types:
-                group.check_transfer(name, tensor, peer, tag)
+        self._choose_for_transfers(tensor.device.type).check_transfer(name, tensor, peer, tag)
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
         group = self._choose_for_transfers(tensor.device.type)
