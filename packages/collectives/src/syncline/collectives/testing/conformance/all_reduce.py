@@ -240,14 +240,18 @@ def parameter_on_one_rank(group: ProcessGroup) -> None:
     tensor = terms((7,), group.rank)
     if group.rank == 0:
         tensor = torch.nn.Parameter(tensor)
-    block = torch.zeros(group.size, 7)
+    block, received = torch.zeros(group.size, 7), torch.zeros(group.size)
     group.all_gather_into_tensor(block, tensor)
     expect(block[0], terms((7,), 0), "part of rank 0")
+    numbers = torch.full((group.size,), float(group.rank))
+    group.all_to_all_single(received, torch.nn.Parameter(numbers) if group.rank == 0 else numbers)
+    expect(received, torch.arange(group.size, dtype=torch.float32), "numbers of all ranks")
     group.all_reduce(tensor)
     expect(tensor.detach(), sum_of_terms((7,), group.size), "SUM with a parameter of rank 0")
     group.broadcast(tensor)
     expect_equal((tensor.requires_grad, tensor.grad_fn), (group.rank == 0, None), "autograd's view of the tensor")
-    expect_equal((block.requires_grad, block.grad_fn), (False, None), "autograd's view of the block")
+    for output in (block, received):
+        expect_equal((output.requires_grad, output.grad_fn), (False, None), "autograd's view of an output")
 
 
 CHECKS: dict[str, Check] = {
