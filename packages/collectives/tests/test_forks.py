@@ -7,13 +7,15 @@ import os
 import textwrap
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 import syncline.collectives as sc
-from syncline.collectives import ProcessGroup
+from syncline.collectives import ProcessGroup, StoreError
+from syncline.collectives.stores import InMemoryStore
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.testing.processes import run_processes
 from syncline.collectives.transports.shared_memory.segment import Segment, create_file, padded
@@ -118,6 +120,31 @@ def test_a_fork_may_make_a_group_of_its_own(tmp_path: Path) -> None:
         sc.barrier()
     finally:
         sc.destroy_process_group()
+
+
+def test_a_fork_does_not_wait_for_a_thread_of_its_parent_that_connects(tmp_path: Path) -> None:
+    """Such as a worker of a DataLoader, while a thread waits for the other ranks."""
+
+    class Store(InMemoryStore):
+        def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+            connecting.set()
+            forked.wait(30)
+            raise StoreError("enough")
+
+    def in_child() -> int:
+        sc.destroy_process_group()
+        return sc.init_process_group("gloo", init_method=f"file://{tmp_path}/child", rank=0, world_size=1).size
+
+    connecting, forked = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        parent = pool.submit(sc.init_process_group, "gloo", rank=0, world_size=2, store=Store())
+        assert connecting.wait(30)
+        try:
+            assert in_fork(in_child) == 1
+        finally:
+            forked.set()
+        with pytest.raises(StoreError, match="enough"):
+            parent.result()
 
 
 def test_a_fork_says_nothing_of_a_group_that_was_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

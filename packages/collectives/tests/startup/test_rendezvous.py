@@ -40,6 +40,7 @@ from syncline.collectives.startup.user_secret import is_loopback, user_secret
 from syncline.collectives.stores import TCPStoreServer, new_secret
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.testing.processes import run_processes
+from test_support.forked import in_fork
 from test_support.full_run import cases
 
 SPAWNING_JOB = Path(__file__).with_name("spawning_job.py")
@@ -418,6 +419,15 @@ def test_a_fork_makes_clients_of_its_own(port: int) -> None:
         os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     assert store.get("from the child") == b"a"
+
+
+def test_a_fork_does_not_take_its_parents_server_for_its_own(port: int) -> None:
+    """The ranks of a new job in forks would meet among the keys of the parent's job."""
+    url, environ = f"tcp://127.0.0.1:{port}", {"SYNCLINE_SECRET": new_secret()}
+    store = store_at(url, 0, 1, 20.0, environ)
+    said = in_fork(lambda: store_at(url, 0, 2, 20.0, environ))
+    assert said.startswith(f"StoreUnavailableError: TCP store: port {port} of 127.0.0.1 is in use; give another port")
+    store.set("key", "a")
 
 
 def test_processes(tmp_path: Path, port: int, secret_file: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from syncline.collectives import InvalidArgumentError, ProcessGroup, StoreError, StoreTimeout, TransportError, Work
 from syncline.collectives.stores.over_group import GroupStore
 from syncline.collectives.testing import run_ranks
+from test_support.forked import answer_of, in_fork
 
 pytestmark = pytest.mark.ranks
 
@@ -150,6 +153,29 @@ def test_an_answer_that_comes_after_its_call_has_ended_is_not_taken_for_another(
         store.close()
 
     run_ranks(2, body)
+
+
+def forks(group: ProcessGroup) -> None:
+    store = GroupStore(group.split(0), timeout=20)
+    group.barrier()
+    calls: list[Callable[[], object]] = [
+        lambda: store.set("key", b"value"),
+        lambda: store.get("key", 0.1),
+        store.clone().num_keys,
+    ]
+    if group.rank == group.size - 1:
+        for said in in_fork(lambda: [answer_of(call) for call in calls]):
+            assert "GroupClosedError: a call of a GroupStore on rank" in said
+    assert not store.check(["key"])
+    group.barrier()
+    store.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_fork_of_a_rank_cannot_use_the_store(size: int) -> None:
+    """Rank 0 has the table, so a call in its fork would change a copy in silence."""
+    run_ranks(size, forks)
 
 
 def closes_a_clone(group: ProcessGroup) -> None:

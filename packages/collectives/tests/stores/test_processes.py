@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from syncline.collectives.errors import StoreError, StoreTimeout
-from syncline.collectives.stores import FileStore, Store, TCPStore, TCPStoreServer, new_secret
+from syncline.collectives.stores import FileStore, InMemoryStore, Store, TCPStore, TCPStoreServer, new_secret
+from test_support.forked import in_fork
 
 PROCESSES = 3
 
@@ -204,29 +205,40 @@ def test_what_a_forked_child_closes_stays_open_in_its_parent(python: list[str]) 
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 on: fork with threads
-@pytest.mark.parametrize("kind", ["file", "TCP"])
+@pytest.mark.parametrize("kind", ["file", "TCP", "memory"])
 def test_a_forked_child_does_not_wait_for_a_lock_of_its_parents_thread(kind: str, tmp_path: Path) -> None:
+    def hold() -> None:
+        if isinstance(store, FileStore):
+            lock: AbstractContextManager[object] = store._log.lock
+        else:
+            lock = store._lock if isinstance(store, TCPStore) else store._table.changed
+        with lock:
+            held.set()
+            assert may_end.wait(60)
+
+    def in_child() -> list[bytes]:
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(clone.get, "from the child", 10)
+            store.set("from the child", b"new")
+            return [waiting.result(), store.get("key", 10)]
+
     secret = new_secret()
     with TCPStoreServer(secret=secret) as server:
-        store = FileStore(tmp_path, "run") if kind == "file" else TCPStore(server.host, server.port, secret=secret)
+        store: FileStore | TCPStore | InMemoryStore
+        if kind == "file":
+            store = FileStore(tmp_path, "run")
+        else:
+            store = InMemoryStore() if kind == "memory" else TCPStore(server.host, server.port, secret=secret)
+        clone = store.clone()
         store.set("key", b"value")
         held, may_end = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            with store._log.lock if isinstance(store, FileStore) else store._lock:
-                held.set()
-                assert may_end.wait(60)
-
         with ThreadPoolExecutor(1) as pool:
             holding = pool.submit(hold)
             assert held.wait(60)
-            child = os.fork()
-            if child == 0:
-                signal.alarm(20)  # a child that waits for the lock would wait for ever
-                os._exit(0 if store.get("key", 10) == b"value" else 1)
-            status = os.waitpid(child, 0)[1]
-            may_end.set()
+            try:
+                assert in_fork(in_child) == [b"new", b"value"]
+            finally:
+                may_end.set()
             holding.result()
-        if isinstance(store, TCPStore):
-            store.close()
-        assert status == 0
+        for one in (store, clone):
+            one.close()

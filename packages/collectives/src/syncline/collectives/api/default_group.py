@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..engine.cancel_scope import seconds
 from ..errors import BackendUnavailableError, InvalidArgumentError, MisuseError, NotInitializedError, UnknownBackendError
+from ..forks import in_forks
 from ..group import ProcessGroup
 from ..health.report import latest_reporter
 from ..startup.backend import Backend, ConnectRequest, apply_to_process
@@ -41,7 +42,15 @@ _ALONE_AMONG_SIBLINGS = (
     "world_size=1"
 )
 
-_lock = threading.Lock()
+_lock = threading.Lock()  # held while a thread connects
+
+
+@in_forks
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread of the parent may have held the old lock at the fork
+
+
 _default: ProcessGroup | None = None
 _followers: list[Callable[[ProcessGroup], None]] = []
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..api.object_exchange import exchange_objects
 from ..errors import InvalidArgumentError, LaunchError, StoreError, StoreTimeout, StoreUnavailableError
-from ..forks import in_forks
+from ..forks import fork_count, in_forks
 from ..group import ProcessGroup
 from ..stores import AsTorchStore, FileStore, Store, TCPStore, TCPStoreServer, file_rendezvous, join_latest_run, new_secret
 from ..stores.file import leave_run
@@ -261,7 +261,7 @@ def _over_tcp(address: Address, rank: int, timeout_s: float, environ: Mapping[st
     logger.debug("rank %d: rendezvous in the TCP store at %s:%d", rank, address.host, address.port)
     # Rank 0 is the server, and a client like all others.
     if rank == 0:
-        server = _serve(address.host, address.port, secret)
+        server = _serve(address.host, address.port, secret, fork_count())
         # Debian gives a host's own name the address 127.0.1.1. That is no fault if all ranks are on this host.
         if not is_one_host and is_loopback(server.host) and not is_loopback(address.host):
             logger.warning(
@@ -292,7 +292,7 @@ def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float, address: str | No
         require_pyzmq()
         if group.rank == 0:
             secret = _secret_of_this_process()
-            server = _serve(address, 0, secret)
+            server = _serve(address, 0, secret, fork_count())
             told = (server.host, server.port, secret, next(_tables))
     except Exception as error:
         # Send the error, so that the other ranks fail, too, and do not wait for this rank.
@@ -321,8 +321,12 @@ def _secret_of_this_process() -> str:
 
 
 @functools.cache
-def _serve(host: str, port: int, secret: str) -> TCPStoreServer:
-    """Start a server that lives until this process exits, because new subgroups may need the store at any time."""
+def _serve(host: str, port: int, secret: str, forks: int) -> TCPStoreServer:  # noqa: ARG001 - only a key of the cache
+    """Start a server that lives until this process exits, because new subgroups may need the store at any time.
+
+    `forks` is `fork_count()`, so a forked child starts servers of its own. The threads of its parent's servers do not run in
+    the child. The cache keeps those servers in the child for ever, because not even their destructors may run there.
+    """
     server = TCPStoreServer(host, port, secret=secret)
     _close_at_exit.append(server.close)
     return server

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from ..engine.cancel_scope import CancelScope
 from ..errors import InvalidArgumentError, StoreError, SynclineError
+from ..forks import not_the_rank
 from ..group import ProcessGroup
 from ..work import Work
 from .served import Op, ServedStore, Service, Status, pack, pack_seconds, unpack
@@ -38,6 +39,8 @@ class GroupStore(ServedStore):
 
     The `timeout` of a call limits how long the call waits for a key. If rank 0 is too busy to answer a request, the call waits
     longer, up to the group's time limit. Then this rank cannot use the store any more, because the answer may still come.
+
+    In a forked child of a rank, every call raises a `GroupClosedError`, because only the rank itself communicates.
 
     Args:
         group: the group whose ranks share the store. All ranks make a `GroupStore`, and all call `close`, which also closes the
@@ -105,14 +108,13 @@ class GroupStore(ServedStore):
             # Some rank has not left or is lost, and an orderly close would wait for it.
             self._group.abort()
 
-    @override
-    def _in_fork(self) -> None:
-        self._client.asking = threading.Lock()
-
     def _call(self, op: Op, *fields: bytes) -> list[bytes]:
         return self._exchange(pack(op, *fields))[1]
 
     def _exchange(self, message: bytes) -> tuple[int, list[bytes]]:
+        # A forked child of rank 0 has a copy of the table, which the other ranks do not see.
+        if os.getpid() != self._pid:
+            raise not_the_rank("a call of a GroupStore", self._group.place())
         with self._client.asking:
             if self._client.is_closed:
                 raise StoreError(f"{self.describe()}: it was closed")

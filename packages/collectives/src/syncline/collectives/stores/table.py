@@ -122,8 +122,16 @@ class LockedStore(Store):
         return self._apply(as_key(key), removing())
 
 
+class _Table:
+    """What the handles of an `InMemoryStore` share: a handle, and its clones."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.changed = threading.Condition()
+
+
 class InMemoryStore(LockedStore):
-    """A table in this process, for ranks that are threads. All ranks share one object.
+    """A table in this process, for ranks that are threads. All ranks share one object. A forked child has a copy of its own.
 
     Args:
         timeout: seconds or a timedelta; see `Store`.
@@ -131,8 +139,7 @@ class InMemoryStore(LockedStore):
 
     def __init__(self, timeout: timedelta | float | None = None) -> None:
         super().__init__(timeout)
-        self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
+        self._table = _Table()
 
     def describe(self) -> str:
         """Return the words "in-memory store"."""
@@ -141,32 +148,37 @@ class InMemoryStore(LockedStore):
     @override
     def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
         timeout_s = self._limit_s(timeout)
-        with self._changed:
+        with self._table.changed:
             self._hold_until([as_key(key)], timeout_s)
-            return self._values[key]
+            return self._table.values[key]
 
     @override
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
         timeout_s = self._limit_s(timeout)
-        with self._changed:
+        with self._table.changed:
             self._hold_until(as_keys(keys), timeout_s)
 
     @override
     def check(self, keys: Sequence[str]) -> bool:
-        with self._changed:
-            return not missing(as_keys(keys), self._values)
+        with self._table.changed:
+            return not missing(as_keys(keys), self._table.values)
 
     @override
     def num_keys(self) -> int:
-        with self._changed:
-            return len(self._values)
+        with self._table.changed:
+            return len(self._table.values)
 
     def _apply(self, key: str, change: Mutation[Answer]) -> Answer:
-        with self._changed:
-            answer = apply(self._values, key, change)
-            self._changed.notify_all()
+        with self._table.changed:
+            answer = apply(self._table.values, key, change)
+            self._table.changed.notify_all()
             return answer
 
+    @override
+    def _in_fork(self) -> None:
+        # At the fork, a thread of the parent may have held the lock. All handles get the same new lock.
+        self._table.changed = threading.Condition()
+
     def _hold_until(self, keys: list[str], timeout_s: float) -> None:
-        if not self._changed.wait_for(lambda: not missing(keys, self._values), timeout_s):
-            raise key_timeout(missing(keys, self._values), self.describe(), timeout_s)
+        if not self._table.changed.wait_for(lambda: not missing(keys, self._table.values), timeout_s):
+            raise key_timeout(missing(keys, self._table.values), self.describe(), timeout_s)
