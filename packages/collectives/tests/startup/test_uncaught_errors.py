@@ -276,6 +276,33 @@ def test_a_command_that_is_typed_twice_says_it_twice_and_briefly(tmp_path: Path)
     assert [path.name for path in folder.iterdir()] == ["spoken"]
 
 
+CAUGHT = """
+import sys
+from syncline.collectives import SynclineError, init_process_group
+try:
+    init_process_group("gloo")
+except SynclineError as caught:
+    failure = caught
+raise {"init": failure, "own": FileNotFoundError("data.csv")}[sys.argv[1]]
+"""
+
+
+@pytest.mark.parametrize(("what", "tracebacks"), [("init", 1), ("own", 2)])
+def test_only_the_failure_to_connect_is_shortened_and_leaves_a_line(what: str, tracebacks: int, tmp_path: Path) -> None:
+    """Two processes of one parent end with the same text, but each error of the program's own is another one."""
+    environ = {**os.environ, "WORLD_SIZE": "2", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", CAUGHT, what]
+    processes = [
+        subprocess.Popen(command, env={**environ, "RANK": rank}, stderr=subprocess.PIPE, text=True) for rank in ("0", "1")
+    ]
+    said = [process.communicate(timeout=60)[1] for process in processes]
+    assert sum("Traceback" in text for text in said) == tracebacks, said
+    for text in said:
+        if "Traceback" not in text:
+            assert f"LaunchError; a process with the same parent (pid {os.getpid()}) has printed this error in full" in text
+            assert len(text.splitlines()) == 1
+
+
 class FullDisk(io.StringIO):
     def flush(self) -> None:
         raise OSError(28, "No space left on device")

@@ -202,9 +202,9 @@ def init_process_group(
             if not joins:
                 _learn_hosts(connected)
             _default = connected
-    except Exception:
+    except Exception as error:
         # An error before the launcher is known may be the launcher's fault, so assume that other ranks fail, too.
-        print_failure_once(is_initialized, has_siblings=launch is not None or not is_known)
+        print_failure_once(is_initialized, has_siblings=launch is not None or not is_known, failure=error)
         raise
     print_failures_of_the_run(has_siblings=launch is not None)
     watch_for_note(latest_reporter())

@@ -56,6 +56,7 @@ _STARTS_WITHIN_S = 5.0
 _VAGUE_S = 1.0
 _LOCK_S = 1.0
 _LONGEST_LINE = 200
+_FAILED_TO_CONNECT = "_syncline_failed_to_connect"
 _STACK_IN_TEXT = "\n\nAt:\n"
 TRACEBACKS_VARIABLE = "SYNCLINE_FULL_TRACEBACKS"
 _IMPORTED_S = time.time()
@@ -83,13 +84,17 @@ def are_handled_elsewhere() -> bool:
     return _is_handled
 
 
-def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool) -> None:
+def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool, failure: BaseException | None = None) -> None:
     """Set an excepthook that prints an exception in full on one rank of a node. See Note [Who speaks].
 
     Before the ranks are connected, they do not know which other processes belong to their run. If ranks with the same parent
-    process fail with the same text, only the first rank prints it. The hook calls `is_connected`. `has_siblings` says whether a
-    launcher started this process.
+    process end with `failure` and the same text, only the first rank prints it in full. `failure` is the exception that
+    `init_process_group` raises. The hook calls `is_connected`. `has_siblings` says whether a launcher started this process.
     """
+    # The program may catch this exception, go on, and end with another one, which is its own. A mark on the exception does not
+    # keep the frames of its traceback alive, as a reference would.
+    if failure is not None:
+        setattr(failure, _FAILED_TO_CONNECT, True)
     # Do not set the hook twice, nor at a Python prompt, nor if `syncline run` prints the error.
     if not (_is_handled or hasattr(sys, "ps1") or isinstance(sys.excepthook, _OncePerNode)):
         sys.excepthook = _OncePerNode(sys.excepthook, is_connected, has_siblings)
@@ -110,9 +115,16 @@ class _OncePerNode:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         run = current_run()
-        if run is None and self._has_siblings and not self._is_connected():
+        # A program may wrap the exception: `raise ... from error`.
+        failed_to_connect = any(hasattr(one, _FAILED_TO_CONNECT) for one in (error, error.__cause__))
+        if run is None and self._has_siblings and failed_to_connect and not self._is_connected():
             words = "".join(traceback.format_exception_only(kind, error))
             if not is_first(f"{os.getppid()} {crc32(words.encode()):08x}", run_began_s()):
+                # The processes may be of different jobs with different logs, so print where to look.
+                told = f"[syncline] process {os.getpid()} {also_failed(error, trace)}"
+                sys.stderr.write(
+                    f"{told}; a process with the same parent (pid {os.getppid()}) has printed this error in full\n"
+                )
                 return
         if self._previous is not sys.__excepthook__:
             self._previous(kind, error, trace)
