@@ -115,6 +115,22 @@ def test_world_size_without_a_rank() -> None:
         init_process_group("gloo", world_size=2)
 
 
+def test_a_rank_without_a_world_size() -> None:
+    with pytest.raises(LaunchError, match="rank=1 was given without a world_size, and nothing launched this process"):
+        init_process_group("gloo", rank=1)
+    assert init_process_group("gloo", rank=0).size == 1
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor])
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_integers_of_other_libraries_are_ranks_and_sizes(kind, scheme: str, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"file://{tmp_path}/meeting" if scheme == "file" else f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    group = init_process_group("gloo", url, 20, rank=kind(0), world_size=kind(1))
+    assert (type(group.rank), type(group.size)) == (int, int)
+
+
 def test_no_way_to_meet() -> None:
     with pytest.raises(LaunchError, match="2 ranks and no way for them to meet: pass init_method='file:///shared/folder'"):
         init_process_group("gloo", world_size=2, rank=0)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 
 import pytest
 
@@ -90,7 +91,6 @@ A_PMIX = Launch("PMIx", True, 3, None)
         # Scripts repeat MPI's variables under torch's names.
         ({**OPEN_MPI, **BY_HAND}, A_OPEN_MPI),
         ({**SRUN, "RANK": "5", "WORLD_SIZE": "8"}, A_SRUN),
-        ({**PMIX, **BY_HAND}, A_PMIX),
         # Half a pair claims nothing.
         ({**OPEN_MPI, "RANK": "0"}, A_OPEN_MPI),
         # A batch script, or a shell in an allocation, was not started by srun.
@@ -141,6 +141,11 @@ def test_contradictions_show_both_values(environ: dict[str, str], both: list[str
     with pytest.raises(LaunchError, match="both claim to be about this process") as caught:
         detect_launch(environ)
     assert all(words in str(caught.value) for words in both)
+
+
+def test_a_world_size_that_the_launcher_does_not_say() -> None:
+    """A script that exports RANK and WORLD_SIZE knows the size."""
+    assert detect_launch({**PMIX, **BY_HAND}) == replace(A_PMIX, world_size=4)
 
 
 def test_local_numbers_are_shown_not_trusted() -> None:

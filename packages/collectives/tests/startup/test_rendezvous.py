@@ -87,6 +87,23 @@ def test_an_attempt_of_torchrun_sees_no_keys_of_the_attempt_before(monkeypatch: 
     assert second.get("address") == b"new"
 
 
+def test_torchruns_store_after_nodes_have_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent keeps its store, and its count of restarts."""
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(agent.port),
+    }.items():
+        monkeypatch.setenv(name, value)
+    keys_of_connection(store_at("env://", 0, 2, 20.0), "gloo", 0).set("address", "old")
+    first, newcomer = (keys_of_connection(store_at("env://", rank, 3, 20.0), "gloo", rank) for rank in (0, 2))
+    assert not newcomer.check(["address"])
+    first.set("address", "new")
+    assert newcomer.get("address") == b"new"
+
+
 @pytest.fixture
 def secret_file(tmp_path: Path) -> Path:
     path = tmp_path / "secret"
@@ -103,6 +120,7 @@ def secret_file(tmp_path: Path) -> Path:
     [
         ("tcp://node7:29500", Address("node7", 29500, None)),
         ("tcp://10.0.0.7:1?secret_file=/home/a%20b/s", Address("10.0.0.7", 1, "/home/a b/s")),
+        ("tcp://10.0.0.7:1?secret_file=/opt/c++/s", Address("10.0.0.7", 1, "/opt/c++/s")),
         ("tcp://[::1]:29500", Address("::1", 29500, None)),
     ],
 )

@@ -147,6 +147,7 @@ def init_process_group(
     launch, is_known = None, False
     try:
         _check_arguments(world_size, rank, init_method, store)
+        world_size, rank = int(world_size), int(rank)  # integers of NumPy are none for JSON
         settings, joins = load_settings(os.environ), _joins(os.environ)
         timeout_s = seconds(timeout, settings.timeout_s)
         # A communicator has the ranks, so the launcher's variables are not read.
@@ -234,7 +235,7 @@ def _learn_hosts(group: ProcessGroup) -> None:
 
 def _check_arguments(world_size: int, rank: int, init_method: str | None, store: object) -> None:
     for name, number in (("world_size", world_size), ("rank", rank)):
-        if not hasattr(number, "__index__"):  # a text of os.environ, for example
+        if not is_integer(number):  # a text of os.environ, for example
             raise InvalidArgumentError(f"expected an int as {name}, found {type(number).__name__} {number!r}")
     if world_size != -1 and world_size < 1:
         raise InvalidArgumentError(f"expected a world_size of at least 1 (or -1 for the launcher's), found {world_size}")

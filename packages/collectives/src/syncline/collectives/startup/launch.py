@@ -6,7 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
 
@@ -148,7 +148,8 @@ def detect_launch(environ: Mapping[str, str], *, is_given: bool = False) -> Laun
     launches = [_read(launcher_env, environ) for launcher_env in spoken]
     for launcher_env, launch in zip(spoken[1:], launches[1:], strict=True):
         _check_agreement(spoken[0], launches[0], launcher_env, launch)
-    return launches[0]
+    # PALS and PMIx do not say the size, but a RANK and WORLD_SIZE that agree with them do.
+    return replace(launches[0], world_size=launches[-1].world_size)
 
 
 def is_own_run_id(run_id: str) -> bool:

@@ -117,6 +117,10 @@ def _place(request: ConnectRequest) -> tuple[int, int]:
     if launch is None:
         # Nothing says that there are other processes.
         if request.world_size is None:
+            if request.rank not in (None, 0):
+                raise LaunchError(
+                    f"rank={request.rank} was given without a world_size, and nothing launched this process; pass both"
+                )
             return 0, 1
         if request.rank is None:
             raise LaunchError(f"world_size={request.world_size} was given without a rank, and nothing launched this process")
@@ -186,7 +190,9 @@ def store_at(
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         logger.debug("rank %d of %d: rendezvous in the store of torchrun's agent", rank, size)
         store: dist.Store = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))[0]
-        return store
+        # When nodes join or leave, the agent keeps its store, and does not count a restart. The new ranks must not meet among
+        # the keys of the old ones.
+        return dist.PrefixStore(f"syncline/of {size}", store)
     return _over_tcp(address_by_environment(init_method, environ), rank, timeout_s, environ, is_one_host=is_one_host)
 
 
@@ -430,7 +436,8 @@ def address_by_environment(url: str, environ: Mapping[str, str]) -> Address:
 
 
 def _secret_file(parts: SplitResult) -> str | None:
-    fields = parse_qsl(parts.query, keep_blank_values=True)
+    # In forms a plus means a space, but in a path it means itself.
+    fields = parse_qsl(parts.query.replace("+", "%2B"), keep_blank_values=True)
     if [name for name, _ in fields] not in ([], ["secret_file"]) or ("secret_file", "") in fields:
         raise InvalidArgumentError(
             f"expected nothing but secret_file=PATH after the question mark, found {parts.query!r} (rank and world_size are "

@@ -37,6 +37,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from operator import index
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,6 +78,7 @@ def file_rendezvous(
         DisagreementError: the ranks were given different values of `world_size`.
         InvalidArgumentError: `rank` is not below `world_size`.
     """
+    rank, world_size = index(rank), index(world_size)  # integers of NumPy are none for JSON
     if not 0 <= rank < world_size:
         raise InvalidArgumentError(f"rank={rank}: expected a rank from 0 to {world_size - 1}, as world_size is {world_size}")
     store = FileStore(path, rendezvous_id, timeout)
