@@ -43,6 +43,8 @@ def everything(group: ProcessGroup) -> None:
     assert not store.check(["leader"])
     with pytest.raises(InvalidArgumentError, match="expected a decimal number"):
         store.add("from 0", 1)
+    with pytest.raises(InvalidArgumentError, match="does not fit into 64 bits"):
+        store.add("count", 10**25)
     with pytest.raises(StoreTimeout, match=r"store on rank 0 of group .* nobody set 'never' within 0.05 s"):
         store.get("never", 0.05)
     with pytest.raises(StoreTimeout, match="nobody set 'never'"):

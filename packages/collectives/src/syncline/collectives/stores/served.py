@@ -11,7 +11,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from operator import index
 from typing import Generic, TypeVar
 
 from typing_extensions import override
@@ -261,7 +260,7 @@ class ServedStore(Store):
 
     @override
     def add(self, key: str, amount: int) -> int:
-        return int(self._call(Op.ADD, as_key(key).encode(), b"%d" % index(amount))[0])
+        return int(self._call(Op.ADD, as_key(key).encode(), b"%d" % table.as_amount(key, amount))[0])
 
     @override
     def check(self, keys: Sequence[str]) -> bool:

@@ -43,6 +43,18 @@ def adding(key: str, amount: int) -> Mutation[int]:
     return change
 
 
+def as_amount(key: str, amount: int) -> int:
+    """Return the `amount` of an `add`. `key` is only for the error message.
+
+    Raises:
+        InvalidArgumentError: the amount does not fit into 64 bits.
+    """
+    number = index(amount)
+    if not SMALLEST <= number <= LARGEST:
+        raise InvalidArgumentError(f"add({key!r}, {amount}): the amount does not fit into 64 bits")
+    return number
+
+
 def decimal(text: bytes) -> int:
     """Return a number in decimal text: digits, perhaps with a minus before them.
 
@@ -111,7 +123,7 @@ class LockedStore(Store):
 
     @override
     def add(self, key: str, amount: int) -> int:
-        return self._apply(as_key(key), adding(key, index(amount)))
+        return self._apply(as_key(key), adding(key, as_amount(key, amount)))
 
     @override
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:

@@ -39,6 +39,7 @@ from .. import torch_internals
 from ..engine.cancel_scope import CancelScope
 from ..errors import InvalidArgumentError, StoreError, StoreTimeout
 from .store import LONGEST_STORE_TIMEOUT_S, Store, as_bytes, as_key, as_keys, key_timeout, poll
+from .table import as_amount
 
 
 class TorchStoreTimeout(StoreTimeout, dist.DistStoreError):
@@ -112,8 +113,9 @@ class AsTorchStore(dist.Store):
 class FromTorchStore(Store):
     """A store of torch as a `Store` of Syncline.
 
-    Two differences from other stores remain. FileStore counts an internal key in `num_keys`. TCPStore closes the connection of
-    a client that calls `add` on a value that is not a number.
+    Four differences from other stores remain. FileStore counts an internal key in `num_keys`. TCPStore closes the connection of
+    a client that calls `add` on a value that is not a number. `add` takes a value that begins with a number, such as " 3abc",
+    for this number. A sum that does not fit into 64 bits wraps around without an error.
 
     Args:
         timeout: seconds or a timedelta; None takes the limit that `store` has now.
@@ -144,10 +146,10 @@ class FromTorchStore(Store):
 
     @override
     def add(self, key: str, amount: int) -> int:
-        name = as_key(key)
+        name, number = as_key(key), as_amount(key, amount)
         try:
             with self._explained():
-                return self._store.add(name, amount)
+                return self._store.add(name, number)
         except ValueError as error:
             raise InvalidArgumentError(f"{self.describe()}: add({key!r}, {amount}): the value is not a number") from error
 

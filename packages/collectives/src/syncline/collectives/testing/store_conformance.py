@@ -71,6 +71,15 @@ def add_counts_in_decimal_text(open_store: OpenStore) -> None:
     _expect(one.add("big", 2**62), 2**62, "add of a large number")
 
 
+def add_of_more_than_64_bits_is_refused_and_changes_nothing(open_store: OpenStore) -> None:
+    """Check that `add` refuses an amount that does not fit into 64 bits, and that the store works afterwards."""
+    store = open_store()
+    store.add("count", 3)
+    for amount in (2**63, -(2**64), 10**25):
+        _expect_error(SynclineError, partial(store.add, "count", amount), f"add of {amount}")
+    _expect(open_store().add("count", 1), 4, "the sum after the refused add")
+
+
 def add_to_text_is_refused_and_changes_nothing(open_store: OpenStore) -> None:
     """Check that `add` raises an error if the value is not a number, and does not change it."""
     store = open_store()
@@ -305,6 +314,7 @@ STORE_CHECKS: tuple[StoreCheck, ...] = (
     keys_are_any_text,
     a_megabyte_fits,
     add_counts_in_decimal_text,
+    add_of_more_than_64_bits_is_refused_and_changes_nothing,
     add_to_text_is_refused_and_changes_nothing,
     check_asks_for_all_keys_and_does_not_wait,
     compare_set_answers_as_torch_does,
