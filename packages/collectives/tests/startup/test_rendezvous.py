@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -281,6 +282,18 @@ def test_runs_that_ended_leave_no_folders(tmp_path: Path, python: list[str]) -> 
     said = [rank.communicate(timeout=100)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert [path.name for path in (tmp_path / "meeting").iterdir()] == ["rendezvous"]
+
+
+def test_a_folder_that_the_program_has_removed_does_not_come_back(tmp_path: Path, python: list[str]) -> None:
+    program = """
+        import shutil, sys
+        from syncline.collectives import destroy_process_group, init_process_group
+        init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meet", rank=0, world_size=1)
+        destroy_process_group()
+        shutil.rmtree(sys.argv[1])
+        """
+    subprocess.run([*python, "-c", textwrap.dedent(program), str(tmp_path / "own")], check=True, timeout=100)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:

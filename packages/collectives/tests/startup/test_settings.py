@@ -139,3 +139,11 @@ def test_the_time_limit_of_the_environment_goes_before_the_sites(tmp_path: Path)
     for wrong in ("0", "-1", "soon"):
         with pytest.raises(InvalidArgumentError, match=f"{TIMEOUT_VARIABLE}: expected a number of seconds, found '{wrong}'"):
             load_settings({TIMEOUT_VARIABLE: wrong}, tmp_path / "none")
+
+
+def test_a_file_that_cannot_be_looked_for_is_not_taken_for_none(tmp_path: Path) -> None:
+    """Usually its folder is closed to this user. Here its name is too long, which is an error for root, too."""
+    with pytest.raises(SiteFileError, match=r"cannot read the site file .*make it readable, or remove it"):
+        load_settings({}, tmp_path / ("x" * 300))
+    (tmp_path / "file").touch()
+    assert load_settings({}, tmp_path / "file" / "site.toml") == Settings()

@@ -43,6 +43,13 @@ def test_a_transfer_that_hangs_is_not_taken_for_ranks_that_do_not_come(
     assert "everything is fine" in capsys.readouterr().out
 
 
+def test_an_init_method_makes_the_doctor_choose_as_a_job_does(tmp_path: Path, python: list[str]) -> None:
+    """Without a launcher, an alone process with an init_method uses Gloo."""
+    words = [*python, "-m", "syncline.collectives", "doctor", "--init-method", f"file://{tmp_path}/meet"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, "WRONG" in done.stdout) == (0, False), done.stdout
+
+
 ENDING = """
 import argparse, os, signal, sys
 from syncline.collectives.cli.doctor import command
@@ -51,7 +58,7 @@ def examine(arguments):
     {end}
 
 command._examine = examine
-sys.exit(command.run(argparse.Namespace(backend=None)))
+sys.exit(command.run(argparse.Namespace(backend=None, init_method=None)))
 """
 
 

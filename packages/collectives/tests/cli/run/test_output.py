@@ -59,3 +59,19 @@ def test_a_carriage_return_before_a_newline_ends_no_line(pieces: list[bytes]) ->
         comes_out(reading, b"[1] a\r\n[1] b\r\n")
         os.write(writing, b"\n\nlast\n")
         comes_out(reading, b"[1] \n[1] \n[1] last\n")
+
+
+CLOSED = """
+import os, sys
+from syncline.collectives.cli.run.output import tag_lines
+tag_lines(1)
+print("nobody reads this")
+os.system("echo and this")
+print("an error", file=sys.stderr)
+"""
+
+
+def test_a_closed_output_stays_empty_and_the_other_is_tagged() -> None:
+    words = ["sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, CLOSED]
+    done = subprocess.run(words, stderr=subprocess.PIPE, timeout=60, check=True)
+    assert done.stderr == b"[1] an error\n"

@@ -158,12 +158,12 @@ def site_path(environ: Mapping[str, str] = os.environ, default_path: Path = DEFA
 
 def _load_file(environ: Mapping[str, str], default_path: Path) -> Settings:
     named, path = environ.get(SITE_VARIABLE), site_path(environ, default_path)
-    # Only a file that the user names must exist.
-    if not named and not path.exists():
-        return Settings()
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        # Only a file that the user names must exist. A file in a folder that this user cannot read may exist.
+        if not named and isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            return Settings()
         why = f"{SITE_VARIABLE} names it; correct or unset the variable" if named else "make it readable, or remove it"
         said = error.strerror if isinstance(error, OSError) else str(error)
         raise SiteFileError(f"cannot read the site file {path}: {said}. {why}") from error

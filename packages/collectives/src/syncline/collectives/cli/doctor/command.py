@@ -18,7 +18,7 @@ from ...api.object_exchange import exchange_objects
 from ...errors import SynclineError
 from ...group import ProcessGroup
 from ...health.monitor import END_STATUS
-from ...startup.launch import detect_launch
+from ...startup.launch import check_init_method, detect_launch
 from ...startup.mpi_library import try_cuda_awareness
 from ...startup.registry import BackendChoice, backend_names, choose_backend, what_is_missing
 from ...startup.settings import load_settings
@@ -91,7 +91,7 @@ def _say_what_ended(status: int, arguments: argparse.Namespace) -> int:
     ended = f"the process that started MPI on {socket.gethostname()} ended {how}"
     choice = None
     with suppress(SynclineError):
-        choice = _choice(arguments.backend)
+        choice = _choice(arguments)
     observation = observe(os.environ, f"{ended}: look at /dev/shm below, and at what the library says above")
     findings = diagnose([observation], choice, ended, backends=backend_names())
     print(in_text(findings), flush=True)
@@ -102,7 +102,7 @@ def _examine(arguments: argparse.Namespace) -> int:
     choice, problem, lack = None, None, None
     ranks: list[Observation] = []
     try:
-        choice = _choice(arguments.backend)
+        choice = _choice(arguments)
         aware = _cuda_awareness()
         group = init_process_group(choice.name, init_method=arguments.init_method, timeout=CONNECT_TIMEOUT_S)
         ranks, problem = _gather(group, aware)
@@ -116,8 +116,17 @@ def _examine(arguments: argparse.Namespace) -> int:
     return exit_status(findings)
 
 
-def _choice(argument: str | None) -> BackendChoice:
-    return choose_backend(argument, os.environ, detect_launch(os.environ), what_is_missing, settings=load_settings(os.environ))
+def _choice(arguments: argparse.Namespace) -> BackendChoice:
+    """Choose as `init_process_group` does."""
+    return choose_backend(
+        arguments.backend,
+        os.environ,
+        detect_launch(os.environ),
+        what_is_missing,
+        scheme=check_init_method(arguments.init_method),
+        rendezvous_given=arguments.init_method is not None,
+        settings=load_settings(os.environ),
+    )
 
 
 def _cuda_awareness() -> str | None:

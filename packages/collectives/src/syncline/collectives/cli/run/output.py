@@ -26,8 +26,15 @@ def tag_lines(rank: int) -> None:
     """Put the rank before each line that this process or its children write."""
     import subprocess
 
-    sys.stdout.flush()
-    sys.stderr.flush()
+    from ...startup.uncaught_errors import flush_output
+
+    flush_output()
+    # If a standard stream is closed, a pipe below would get its number. So discard what is written there.
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number that is free
     pipes = [os.pipe(), os.pipe()]
     subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, f"[{rank}] ", *(str(reading) for reading, _ in pipes)],

@@ -106,6 +106,10 @@ def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
 
     `rendezvous_id` is the value that was passed to `file_rendezvous` or `join_latest_run`. Errors of the store are ignored.
     """
+    # The program may have removed the folder, for example a temporary one. Then nothing is left to do, and a `FileStore` would
+    # make the folder again.
+    if not os.path.isdir(store.folder.parent / rendezvous_id):
+        return
     with suppress(StoreError):
         _leave(FileStore(store.folder.parent, rendezvous_id), store.folder)
 
