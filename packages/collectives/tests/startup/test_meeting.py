@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from syncline.collectives import DisagreementError, LaunchError, StoreError, SynclineError
+from syncline.collectives import DisagreementError, LaunchError, StoreError, StoreTimeout, SynclineError
 from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.health.liveness import ProcessIdentity
 from syncline.collectives.startup import meeting
@@ -102,6 +102,28 @@ def test_requests_grow_with_the_ranks_of_a_node_only(monkeypatch: pytest.MonkeyP
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(TimeoutError, match=r"rank\(s\) 1, 2 did not come"):
         meet(InMemoryStore(), 0, 3, CancelScope(0.3))
+
+
+def test_a_rank_that_comes_when_another_has_given_up_does_not_wait_for_it() -> None:
+    store = InMemoryStore()
+    with pytest.raises(TimeoutError, match=r"rank\(s\) 1, 2 did not come"):
+        meet(store, 0, 3, CancelScope(0.3))
+    for rank in (1, 2):
+        with pytest.raises(TimeoutError, match=r"rank 0 gave up after 0\.3 s, when rank\(s\) 1, 2 had not come"):
+            meet(store, rank, 3, CancelScope(60.0))
+
+
+def test_the_last_rank_may_come_at_the_time_limit() -> None:
+    class Late(InMemoryStore):
+        def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
+            raise StoreTimeout("not yet")
+
+        def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+            if str(desired).startswith("time-out: "):
+                super().compare_set(key, "", "in order")  # by the last rank
+            return super().compare_set(key, expected, desired)
+
+    meet(Late(), 0, 2, CancelScope(0.1))
 
 
 def test_a_wait_that_was_cancelled_raises_the_reason() -> None:

@@ -22,6 +22,7 @@ _SLICE_S = 0.25
 _READ_S = 2.0
 _ALL = "all came"
 _IN_ORDER = "in order"
+_GAVE_UP = "time-out: "  # what a rank tells that has reached its time limit begins with this text
 T = TypeVar("T")
 
 
@@ -47,7 +48,8 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
     that waits sends more requests.
 
     Raises:
-        TimeoutError: some ranks did not call this function in time; the error names them.
+        TimeoutError: some ranks did not call this function in time; the error names them. The ranks that come after the first
+            rank has given up raise the error at once.
         DisagreementError: the ranks were given different sizes, or run different versions (all ranks raise the error). Or
             `size` ranks have met in the store before this rank came (only this rank raises the error).
         StoreError: the store failed.
@@ -75,9 +77,15 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
             # Another thread has cancelled the call, for example because it saw that a rank was lost.
             if scope.reason is not None:
                 raise scope.reason
-            absent = _absent(store, range(size))
-            raise TimeoutError(f"rank(s) {', '.join(map(str, absent)) or 'that came late'} did not come to the rendezvous")
+            absent = f"rank(s) {', '.join(map(str, _absent(store, range(size)))) or 'that came late'}"
+            # Tell the ranks that come later, which would wait for this rank in vain.
+            told = f"{_GAVE_UP}rank {rank} gave up after {scope.timeout_s:g} s, when {absent} had not come"
+            if store.compare_set(_ALL, "", told).decode() == told:
+                raise TimeoutError(f"{absent} did not come to the rendezvous")
+            break  # the last rank came at this moment, or another rank has told something
     said = store.get(_ALL, _SLICE_S).decode()
+    if said.startswith(_GAVE_UP):
+        raise TimeoutError(said.removeprefix(_GAVE_UP))
     if said != _IN_ORDER:
         _disagree(said, store, rank, size)
     return Met({}, False) if node is None else _on_node(store, node, size)
