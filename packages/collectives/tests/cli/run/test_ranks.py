@@ -70,6 +70,23 @@ def test_by_hand() -> None:
     assert find_job(said, 4) is None  # the user wants ranks here
 
 
+@pytest.mark.parametrize(
+    ("said", "is_told"),
+    [
+        ({}, True),
+        ({"LOCAL_RANK": "0"}, True),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, False),
+        ({"MASTER_ADDR": "127.0.0.1"}, False),
+    ],
+)
+def test_by_hand_ranks_of_another_host_are_not_counted_in_silence(
+    said: dict[str, str], is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # 192.0.2.0/24 is for documentation, so this address is not of this host.
+    assert find_job({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "4321", **said}, None)
+    assert ("LOCAL_WORLD_SIZE is 2. But MASTER_ADDR=192.0.2.7 is another host" in capsys.readouterr().err) == is_told
+
+
 def test_by_hand_on_several_nodes_all_ranks_need_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each node has another parent process, so ranks of several nodes cannot compute a common port from it."""
     said = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "head"}

@@ -350,6 +350,17 @@ def _without_mpi(launch: Launch, environ: Mapping[str, str], problem: str) -> Jo
         node, nodes = launch.rank // local_size, -(-size // local_size)
         host, key = "", environ.get("PMIX_NAMESPACE", "")
     host = environ.get("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 else host)
+    # Without numbers for this host, all ranks count as ranks of this host. That is wrong if rank 0 is on another host, but the
+    # script may not need these numbers.
+    is_guessed = launch.launcher != "Slurm" and None in (launch.local_rank, launch.local_world_size)
+    if is_guessed and nodes == 1 and not _is_own(host):
+        print(
+            f"syncline run: rank {launch.rank}: no variable says which ranks are on this host, so LOCAL_RANK is {local_rank} "
+            f"and LOCAL_WORLD_SIZE is {local_size}. But MASTER_ADDR={host} is another host: set both variables, for example to "
+            "0 and 1 if each rank has a host or a pod of its own",
+            file=sys.stderr,
+            flush=True,
+        )
     port = environ.get("MASTER_PORT", "")
     if not key and port.isdecimal():
         key = f"{host}:{port}"
