@@ -36,3 +36,13 @@ def test_calls_after_a_transfer_that_timed_out_say_that_the_connection_is_closed
         group.abort()
 
     run_ranks(2, body)
+
+
+def test_a_rank_that_comes_too_late_does_not_say_that_its_own_time_is_over() -> None:
+    store = dist.HashStore()
+    with pytest.raises(CollectiveTimeout, match=r"in group 'whole' within 0\.1 s \(timeout\): rank\(s\) 1 did not come"):
+        connect(store, 0, 2, "whole", CancelScope(0.1))
+    with pytest.raises(
+        CollectiveTimeout, match=r"in group 'whole': rank 0 gave up after 0\.1 s, when rank\(s\) 1 had not come"
+    ):
+        connect(store, 1, 2, "whole", CancelScope(60))

@@ -269,7 +269,9 @@ def connect(
     except SynclineError as error:
         raise error.reworded(f"{place}: {error}") from error.__cause__
     except TimeoutError as error:
-        raise CollectiveTimeout(f"{place} within {scope.timeout_s:g} s (timeout): {error}") from error
+        # If another rank has given up, this rank fails before its own time limit.
+        limit = f" within {scope.timeout_s:g} s (timeout)" if scope.is_over() else ""
+        raise CollectiveTimeout(f"{place}{limit}: {error}") from error
     return GlooTransport(TorchGroup(gloo, name=name, timeout_s=scope.timeout_s), store, devices, liveness=known)
 
 
