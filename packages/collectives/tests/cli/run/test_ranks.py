@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -61,6 +62,12 @@ def test_pmi_without_mpi(without_mpi: None) -> None:
     assert (job.node, job.nodes, job.address, job.port) == (1, 2, "head", 4321)
 
 
+def _has_ipv6() -> bool:
+    with suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+    return False
+
+
 def test_by_hand() -> None:
     """As Kubernetes does it: nothing but torchrun's variables."""
     said = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "head", "MASTER_PORT": "4321"}
@@ -77,6 +84,7 @@ def test_by_hand() -> None:
         ({"LOCAL_RANK": "0"}, True),
         ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, False),
         ({"MASTER_ADDR": "127.0.0.1"}, False),
+        pytest.param({"MASTER_ADDR": "::1"}, False, marks=pytest.mark.skipif(not _has_ipv6(), reason="no IPv6 here")),
     ],
 )
 def test_by_hand_ranks_of_another_host_are_not_counted_in_silence(
@@ -84,7 +92,23 @@ def test_by_hand_ranks_of_another_host_are_not_counted_in_silence(
 ) -> None:
     # 192.0.2.0/24 is for documentation, so this address is not of this host.
     assert find_job({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "4321", **said}, None)
-    assert ("LOCAL_WORLD_SIZE is 2. But MASTER_ADDR=192.0.2.7 is another host" in capsys.readouterr().err) == is_told
+    told = "LOCAL_WORLD_SIZE is 2. But MASTER_ADDR=192.0.2.7 is another host"
+    assert [told in line for line in capsys.readouterr().err.splitlines()] == [True] * is_told
+
+
+def test_a_launcher_of_mpi_is_not_told_to_set_variables_that_nobody_reads(
+    without_mpi: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flux = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "0"}
+    assert find_job({**flux, "MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "4321"}, None)
+    assert capsys.readouterr().err == ""
+
+
+def test_by_hand_a_rank_that_only_knows_the_size_of_its_node() -> None:
+    said = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "head", "MASTER_PORT": "4321"}
+    job = find_job(said, None)
+    assert job is not None
+    assert (job.local_rank, job.local_size, job.node) == (1, 2, 1)
 
 
 def test_by_hand_on_several_nodes_all_ranks_need_a_port(monkeypatch: pytest.MonkeyPatch) -> None:

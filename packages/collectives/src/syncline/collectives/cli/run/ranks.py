@@ -345,14 +345,14 @@ def _without_mpi(launch: Launch, environ: Mapping[str, str], problem: str) -> Jo
         host = first_host(environ.get("SLURM_STEP_NODELIST", ""))
         key = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
     else:
-        local_rank = launch.rank if launch.local_rank is None else launch.local_rank
         local_size = launch.local_world_size or size
+        local_rank = launch.rank % local_size if launch.local_rank is None else launch.local_rank
         node, nodes = launch.rank // local_size, -(-size // local_size)
         host, key = "", environ.get("PMIX_NAMESPACE", "")
     host = environ.get("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 else host)
     # Without numbers for this host, all ranks count as ranks of this host. That is wrong if rank 0 is on another host, but the
-    # script may not need these numbers.
-    is_guessed = launch.launcher != "Slurm" and None in (launch.local_rank, launch.local_world_size)
+    # script may not need these numbers. An MPI launcher has its own variables, so the advice would not help there.
+    is_guessed = not launch.is_mpi and None in (launch.local_rank, launch.local_world_size)
     if is_guessed and nodes == 1 and not _is_own(host):
         print(
             f"syncline run: rank {launch.rank}: no variable says which ranks are on this host, so LOCAL_RANK is {local_rank} "
@@ -448,8 +448,9 @@ def _agree_on_address(
 
 
 def _is_own(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.create_server((address, 0)):
+        with socket.create_server((address, 0), family=family):
             return address != ""
     except OSError:
         return False
