@@ -48,8 +48,8 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
     that waits sends more requests.
 
     Raises:
-        TimeoutError: some ranks did not call this function in time; the error names them. The ranks that come after the first
-            rank has given up raise the error at once.
+        TimeoutError: some ranks did not call this function in time; the error names them. When the first rank gives up, the
+            ranks that wait raise the error, too, and ranks that come later raise it at once.
         DisagreementError: the ranks were given different sizes, or run different versions (all ranks raise the error). Or
             `size` ranks have met in the store before this rank came (only this rank raises the error).
         StoreError: the store failed.
@@ -78,7 +78,7 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
             if scope.reason is not None:
                 raise scope.reason
             absent = f"rank(s) {', '.join(map(str, _absent(store, range(size)))) or 'that came late'}"
-            # Tell the ranks that come later, which would wait for this rank in vain.
+            # Tell the ranks that wait or come later: they would wait for this rank in vain.
             told = f"{_GAVE_UP}rank {rank} gave up after {scope.timeout_s:g} s, when {absent} had not come"
             if store.compare_set(_ALL, "", told).decode() == told:
                 raise TimeoutError(f"{absent} did not come to the rendezvous")
