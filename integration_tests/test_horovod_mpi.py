@@ -1058,6 +1058,38 @@ def test_a_compressor_needs_only_two_methods() -> None:
     assert_same(model, train_locally(net(), 2), rtol=5e-2, atol=5e-3)
 
 
+class InPlace(hvd.Compressor):
+    """Returns the tensor itself, as Horovod allows."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor.mul_(0.5), None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor * 2
+
+
+class InPlaceBothTimes(InPlace):
+    is_elementwise = True
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor.mul_(2)
+
+
+@pytest.mark.parametrize("compression", [InPlace, InPlaceBothTimes])
+@pytest.mark.parametrize("predivide", [1.0, 2.0])
+def test_a_tensor_that_is_compressed_in_place_is_decompressed(compression: Any, predivide: float) -> None:
+    model = net()
+    optimizer = wrapped(model, compression=compression, gradient_predivide_factor=predivide)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+    assert_same(model, train_locally(net(), 2))
+
+
 def test_sparse_gradients_may_come_late() -> None:
     def table() -> torch.nn.Module:
         torch.manual_seed(3)

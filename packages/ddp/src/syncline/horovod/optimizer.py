@@ -642,9 +642,10 @@ def _reduce_bucket(state: tuple[type[Compressor], Op, float], bucket: GradBucket
     def decompress(done: torch.futures.Future[Any]) -> torch.Tensor:
         done.value()
         for piece, target, context in zip(pieces, targets, contexts, strict=True):
-            # If the compressor has returned the tensor itself, the result is in place already.
-            if target is not piece:
-                piece.copy_(compression.decompress(target, context))
+            result = compression.decompress(target, context)
+            # If the compressor has returned the tensor itself both times, the result is in place already.
+            if result is not piece:
+                piece.copy_(result)
         return buffer.mul_(predivide / group.size) if is_split else buffer
 
     return work.get_future().then(decompress)
