@@ -902,6 +902,38 @@ def test_reentrant_checkpoints(passes: int) -> None:
     assert_same(model, expected)
 
 
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_whole_model_may_be_a_reentrant_checkpoint(first: int) -> None:
+    """The backward begins inside the checkpoint. `first` is the first step with the checkpoint."""
+    model, expected = net(), net()
+    optimizer = wrapped(model)
+    for step in range(first + 3):
+        optimizer.zero_grad()
+        inputs, targets = batch(hvd.rank(), step)
+        outputs = checkpoint(model, inputs.requires_grad_(), use_reentrant=True) if step >= first else model(inputs)
+        torch.nn.functional.mse_loss(outputs, targets).backward()
+        optimizer.step()
+    assert_same(model, train_locally(expected, first + 3))
+
+
+def test_a_reentrant_checkpoint_that_the_reduction_cannot_wait_for_is_an_error() -> None:
+    if hvd.size() == 1:
+        return
+    hvd.shutdown()
+    with as_default(None):  # the error ends the backward after its reduction has begun, so this test has its own group
+        hvd.init()
+        model = net()
+        optimizer = wrapped(model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), 0).backward()
+            optimizer.step()
+        inner = checkpoint(model[:2], batch(hvd.rank(), 0)[0].requires_grad_(), use_reentrant=True)
+        with pytest.raises(MisuseError, match="also use the checkpoint in the first step"):
+            model[2:](inner).sum().backward()
+        hvd.shutdown()
+
+
 def test_a_closure_runs_before_its_gradients_are_combined() -> None:
     model = net()
     optimizer = wrapped(model)

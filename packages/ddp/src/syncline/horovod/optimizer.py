@@ -45,7 +45,7 @@ from syncline.collectives import (
 from syncline.collectives.internal import message_device
 from syncline.reducer import GradBucket, Reducer
 from syncline.reducer.gradient_hooks import GradientHooks
-from syncline.reducer.torch_internals import call_at_backward_end, current_backward, hookable
+from syncline.reducer.torch_internals import call_at_backward_end, current_backward, enclosing_function, hookable
 
 from .collectives import REDUCTIONS, Adasum, Average, Compression, Compressor, Op, Sum, _announce_complete
 from .world import ProcessSet, World, call_with_each_world, global_process_set, is_initialized, world
@@ -321,6 +321,7 @@ class _GradientCombining:
         self._backwards = 0
         self._is_reentrant = False
         self._counts: Counter[int] = Counter()  # how many gradients each parameter has got
+        self._has_begun = False  # whether a backward has begun reduction 1
         self._is_reduced = False  # whether reduction 1 is over
         self._combined: set[int] = set()  # parameters whose gradients a reduction of this step has combined
         self._late: set[int] = set()  # parameters that got a gradient after the latest reduction
@@ -382,7 +383,7 @@ class _GradientCombining:
         if backward is None or backward.is_over:
             self._begin_backward()
         elif backward.number != current_backward():
-            self._is_reentrant = True
+            self._enter_checkpoint(number)
         self._counts[number] += 1
         if self._counts[number] > self.passes:
             raise MisuseError(
@@ -399,8 +400,24 @@ class _GradientCombining:
         self._backwards += 1
         self.is_synchronized = False
         self._densify_kept()
+        # The backward of a model that is one re-entrant checkpoint begins inside the checkpoint.
+        self._is_reentrant = self._is_reentrant or enclosing_function() is not None
+        self._choose_whether_to_reduce()
+
+    def _choose_whether_to_reduce(self) -> None:
         if self._reducer is not None:
-            self._reducer.keep_local(self._is_reduced or self._backwards != self._last)
+            self._reducer.keep_local(self._is_reentrant or self._is_reduced or self._backwards != self._last)
+
+    def _enter_checkpoint(self, number: int) -> None:
+        # When this backward began to reduce, the reducer has counted the gradients inside of the checkpoint as unused.
+        is_reducing = self._has_begun and not self._is_reduced
+        if is_reducing and number in self._members and enclosing_function() is not None:
+            raise MisuseError(
+                f"parameter '{self._named[number][0]}' got a gradient in a re-entrant checkpoint, but the earlier steps had no "
+                "such checkpoint: pass use_reentrant=False to the checkpoint, or also use the checkpoint in the first step"
+            )
+        self._is_reentrant = True
+        self._choose_whether_to_reduce()
 
     def _densify_kept(self) -> None:
         # `_fill` has made these gradients of the previous step sparse, and the script may have kept them.
@@ -412,6 +429,7 @@ class _GradientCombining:
     def _began(self) -> None:
         """The reducer calls this method when a backward begins to reduce."""
         self._announce(self._reduction_step)
+        self._has_begun = True
 
     def _ended(self, _: object = None) -> None:
         """Called after each reduced backward, and after the reductions of `synchronize`."""
