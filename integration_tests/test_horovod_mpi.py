@@ -1210,6 +1210,55 @@ def test_an_optimizer_of_a_process_set() -> None:
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-10, atol=1e-12)
 
 
+def test_only_the_members_of_a_process_set_need_to_make_its_optimizer() -> None:
+    """The optimizers of all ranks are still numbered alike, also in the next world after those of the set are gone."""
+    if hvd.size() == 1:
+        return
+    made = []
+    for members in ([0], [*range(1, hvd.size())]):
+        process_set = hvd.add_process_set(members)
+        if process_set.included() and hvd.rank() != 1:
+            made.append(wrapped(net(), process_set=process_set))
+    model = net()
+    optimizer = wrapped(model)
+    for step in range(4):
+        if step == 2:
+            made.clear()
+            hvd.shutdown()
+            hvd.init()
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+    assert_same(model, train_locally(net(), 4))
+    assert hvd.join() == hvd.size() - 1
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("op", [hvd.Max, hvd.Min, hvd.Product])
+def test_zeros_of_a_joined_rank_are_no_maximum(op: Any, steps: int) -> None:
+    """After the error, and when all ranks have joined, the optimizer goes on."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.0), op=op)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (-(hvd.rank() + 1) * weight.sum()).backward()
+        optimizer.step()
+
+    for _ in range(steps):
+        step()
+    if hvd.size() > 1 and hvd.rank() != 0:
+        with pytest.raises(MisuseError, match=rf"op=hvd\.{op.name.title()}\) .*a rank has joined"):
+            step()
+    assert hvd.join() == hvd.size() - 1
+    gradients = [-float(rank + 1) for rank in range(hvd.size())]
+    expected = {hvd.Max: max(gradients), hvd.Min: min(gradients), hvd.Product: float(np.prod(gradients))}[op]
+    for _ in range(2):
+        step()
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [expected] * 3
+
+
 def test_ranks_join_when_their_data_ends() -> None:
     """Rank r has r + 1 batches. Ranks that have joined count as zeros; the model of the last rank is the result."""
     model, expected = net(), net()

@@ -17,7 +17,8 @@ backward, gradients that the script has set, and the first gradient of a paramet
 The first step has no reduction 1. In this step, the agreement tells all ranks which parameters have a gradient, and which
 gradients are sparse. Then each rank makes a reducer for these parameters. This reducer allows unused parameters.
 
-A rank that has called `join` also takes part in 1, 2 and 3, and contributes zeros.
+A rank that has called `join` also takes part in 1, 2 and 3, and contributes zeros. With an `op` other than `Average` and `Sum`,
+zeros would be wrong, so 1 and 2 raise an error instead on the ranks that have not joined.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             HOROVOD_FUSION_THRESHOLD bytes, or by default 1 MiB for the first bucket and 25 MiB for all others.
         sparse_as_dense: convert sparse gradients to dense gradients for the reduction, and back after the reduction.
         process_set: the ranks that combine gradients. On all other ranks, the optimizer steps with this rank's own gradients.
+            Only the ranks of the set need to make the optimizer.
 
     Raises:
         InvalidArgumentError: an argument is wrong.
@@ -247,17 +249,18 @@ class _Distributed:
 # ---- gradients, during backward ----
 
 
-# All optimizers of this process, also deleted ones. An optimizer has the same index in this list on all ranks.
-_made: list[weakref.ref[_GradientCombining]] = []
+# All optimizers of this process, also deleted ones, each with whether it combines the gradients of all ranks. These optimizers
+# have the same order on all ranks. Those of an added process set may exist on some ranks only.
+_made: list[tuple[weakref.ref[_GradientCombining], bool]] = []
 
 
 @call_with_each_world
 def _enter_world() -> None:
-    for reference in _made:
+    for reference, is_of_all_ranks in _made:
         combining = reference()
         if combining is not None:
             combining.enter_world()
-        elif is_initialized():
+        elif is_of_all_ranks and is_initialized():
             # Another rank may still have this optimizer, so the optimizer's step numbers stay in use.
             _add_steps(world(), _Gone())
 
@@ -289,6 +292,7 @@ class _GradientCombining:
         self._compression, self._op, self._predivide, self._groups = compression, op, predivide, groups
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
+        self._is_of_all_ranks = process_set.process_set_id == 0
         self.passes = passes
         self._world: World | None = world()
         self._reducer: Reducer | None = None
@@ -297,7 +301,7 @@ class _GradientCombining:
         weakref.finalize(self, _remove, self._handles)
         self.enter_world()
         self.add(named)
-        _made.append(weakref.ref(self))
+        _made.append((weakref.ref(self), self._is_of_all_ranks))
 
     def enter_world(self) -> None:
         """Use the ranks of the present `world()`, if there is one."""
@@ -313,7 +317,10 @@ class _GradientCombining:
         # The expected number of a step's last backward. 0: not known yet, so `synchronize` reduces.
         self._last = 0
         self.forget()
-        if self._world is not None:
+        # Joined ranks take part only in collectives of all ranks, so an optimizer of an added process set has no steps.
+        self._reduction_step: int | None = None
+        self._end_step: int | None = None
+        if self._world is not None and self._is_of_all_ranks:
             self._reduction_step, self._end_step = _add_steps(self._world, self)
 
     def forget(self) -> None:
@@ -442,10 +449,14 @@ class _GradientCombining:
 
     # ---- joined ranks ----
 
-    def _announce(self, step: int) -> None:
-        # Joined ranks take part only in collectives of all ranks, so do not announce the steps of an added process set.
-        if self._process_set.process_set_id == 0:
+    def _announce(self, step: int | None) -> None:
+        if step is None:
+            return
+        if self._op in (Average, Sum):
             self._roll = world().calls.announce_step(step)
+        else:
+            # The zeros of a joined rank would make the result wrong. So wait to hear whether a rank has joined.
+            world().calls.announce_complete(f"the reduction of DistributedOptimizer(op=hvd.{self._op.name.title()})")
 
     def _hear(self) -> None:
         roll, self._roll = self._roll, None
