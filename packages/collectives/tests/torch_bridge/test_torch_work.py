@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import InvalidArgumentError, TransportError
+from syncline.collectives import CollectiveTimeout, InvalidArgumentError, ProcessGroup, TransportError
 from syncline.collectives.internal import message_device
 from syncline.collectives.testing.processes import run_processes
 from syncline.collectives.torch_bridge.torch_group import TorchGroup
+from test_support.forked import answer_of, in_fork
 
 JOB = Path(__file__).parent / "leaving_job.py"
 DROPPING_JOB = Path(__file__).parent / "dropping_job.py"
@@ -95,3 +99,68 @@ def test_reduce_scatter_tensor_sends_the_input_without_a_copy() -> None:
     group.reduce_scatter_tensor(output, whole)
     assert output.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert recording.sent == [whole.data_ptr()]
+
+
+def two_ranks() -> list[TorchGroup]:
+    """Two ranks of Gloo in this process."""
+    store, made = dist.HashStore(), dict[int, dist.ProcessGroupGloo]()
+
+    def connect(rank: int) -> None:
+        made[rank] = dist.ProcessGroupGloo(store, rank, 2, dist.default_pg_timeout)
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [TorchGroup(made[rank]) for rank in range(2)]
+
+
+@pytest.mark.parametrize("timeout", [0.5, 0.0004])
+def test_a_work_that_a_wait_gave_up_can_still_succeed(timeout: float) -> None:
+    """torch counts whole milliseconds, and takes 0 for no limit."""
+    first, second = two_ranks()
+    tensor = torch.ones(3)
+    work = first.all_reduce(tensor, async_op=True)
+    late = threading.Timer(10, lambda: second.all_reduce(torch.ones(3)))  # so that a wait without a limit ends, too
+    late.start()
+    with pytest.raises(CollectiveTimeout):
+        work.wait(timeout)
+    late.cancel()
+    second.all_reduce(torch.ones(3))
+    work.wait()
+    assert work.exception() is None
+    assert tensor.tolist() == [2.0] * 3
+
+
+CALLS: dict[str, Callable[[ProcessGroup], object]] = {
+    "all_reduce": lambda group: group.all_reduce(torch.ones(2)),
+    "broadcast": lambda group: group.broadcast(torch.ones(2), 0),
+    "barrier": lambda group: group.barrier(),
+    "send": lambda group: group.send(torch.ones(1), 1),
+    "recv": lambda group: group.recv(torch.ones(1), 1),
+    "agree_on_calls": lambda group: group.agree_on_calls(),
+}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_fork_refuses_every_call_on_a_group_of_torch_of_its_parent() -> None:
+    group, other = two_ranks()
+    work = group.all_reduce(torch.ones(3), async_op=True)
+    with group.marked("a forward"):
+        pass
+
+    def in_child() -> list[tuple[str, object]]:
+        again = TorchGroup(group.torch_group)
+        with again.marked("a forward"):
+            pass
+        calls = [(name, lambda call=call, made=made: call(made)) for made in (group, again) for name, call in CALLS.items()]
+        calls += [("wait", work.wait), ("get_future", work.get_future)]
+        return [(name, answer_of(call)) for name, call in calls] + [("is_completed", work.is_completed())]
+
+    *said, (_, is_completed) = in_fork(in_child)
+    assert is_completed is False
+    for name, text in said:
+        assert str(text).startswith(f"GroupClosedError: {name} on "), (name, text)
+    other.all_reduce(torch.ones(3))
+    work.wait()  # the rank goes on

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
@@ -16,6 +17,7 @@ from ..engine.call import Signature
 from ..engine.cancel_scope import DEFAULT_TIMEOUT_S
 from ..engine.transfer import TransferWork
 from ..errors import InvalidArgumentError, MisuseError
+from ..forks import fork_count, not_the_rank
 from ..group import ProcessGroup
 from ..health.statements import Statements, different_calls
 from ..reduce_op import BOOL, HALVES, PremulSum, ReduceOp, Reduction, divide
@@ -47,6 +49,10 @@ _RING_FROM_RANKS = 4
 
 # An error shows at most this many marks of each rank.
 _MOST_MARKS = 16
+
+# For each group of torch, the number of forks before this module first saw the group. A forked child inherits this dictionary,
+# so a `TorchGroup` that the child makes for a group of its parent refuses calls, too. See Note [Forks] in `forks`.
+_fork_counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
@@ -103,6 +109,7 @@ class TorchGroup(ProcessGroup):
         self.torch_group = torch_group  # typed as Any: the stub of Backend has no collectives
         served = getattr(torch_group, "_device_types", None)  # a backend has no such attribute
         self._device_types = frozenset({"cpu", "cuda"} if served is None else (device.type for device in served))
+        self._fork_count = _fork_counts.setdefault(torch_group, fork_count())
         self._marks_digest = 0
         self._new_marks: list[str] = []  # the first marks since the last comparison, for the error
 
@@ -171,6 +178,7 @@ class TorchGroup(ProcessGroup):
         """
         if self.size == 1 or not self._new_marks or "cpu" not in self._device_types:
             return None
+        self._refuse_in_fork("agree_on_calls")
         marks, digest = ", ".join(self._new_marks), self._marks_digest
         self._new_marks.clear()
         # MAX of these two gives the largest and the smallest digest, in one reduction.
@@ -192,6 +200,7 @@ class TorchGroup(ProcessGroup):
     def _issue(
         self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
     ) -> Work:
+        self._refuse_in_fork(signature.name)
         is_root = signature.root == self.rank
         match signature.name:
             case "barrier":
@@ -299,9 +308,11 @@ class TorchGroup(ProcessGroup):
     # ---- the rest ----
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
+        self._refuse_in_fork("send")
         return self._transfer(self.start_send(in_plain_order(tensor), dst, tag), tensor, lambda: None, async_op)
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work:
+        self._refuse_in_fork("recv")
         wire = in_plain_order(tensor)
         deliver = (lambda: None) if wire is tensor else (lambda: tensor.copy_(wire))
         return self._transfer(self.start_recv(wire, src, tag), tensor, deliver, async_op)
@@ -325,6 +336,10 @@ class TorchGroup(ProcessGroup):
         )
 
     # ---- shared ----
+
+    def _refuse_in_fork(self, call: str) -> None:
+        if self._fork_count != fork_count():
+            raise not_the_rank(call, self.place())
 
     def _swaps_cheaper(self, tensor: torch.Tensor) -> bool:
         """Whether sending this 16-bit tensor to every rank takes fewer bytes than a ring of float32."""

@@ -16,7 +16,7 @@ from ..engine.cancel_scope import CancelScope, seconds
 from ..engine.living_set import LivingSet
 from ..engine.transport import Request
 from ..errors import CollectiveTimeout, SynclineError, TransportError, with_details
-from ..forks import in_forks
+from ..forks import fork_count, in_forks, not_the_rank
 from ..tensors.layout import untracked
 from ..torch_internals import source_rank
 from ..work import TensorsFuture, Work
@@ -37,7 +37,7 @@ class TorchRequest(Request):
         if self._over:
             return
         try:
-            self._torch_work.wait(timedelta(seconds=max(scope.remaining_s(), 1e-3)))
+            self._torch_work.wait(_torch_limit(scope.remaining_s()))
         except RuntimeError as error:
             raise mapped(error) from error
         self._over = True
@@ -51,6 +51,11 @@ class TorchRequest(Request):
     def source(self) -> int | None:
         """Return the sender's rank after a receive is over."""
         return self._source
+
+
+def _torch_limit(limit_s: float) -> timedelta:
+    # torch counts whole milliseconds, and takes 0 for no limit.
+    return timedelta(seconds=max(limit_s, 1e-3))
 
 
 def mapped(error: RuntimeError) -> TransportError:
@@ -93,14 +98,16 @@ class TorchWork(Work):
         self._future: TensorsFuture | None = None
         self._done = False
         self._error: BaseException | None = None
+        self._fork_count = fork_count()
 
     @override
     def wait(self, timeout: timedelta | float | None = None) -> bool:
+        self._refuse_in_fork("wait")
         try:
             if timeout is None:
                 self._torch_work.wait()
             else:
-                self._torch_work.wait(timedelta(seconds=seconds(timeout)))
+                self._torch_work.wait(_torch_limit(seconds(timeout)))
             with self._lock:
                 future = self._future
                 # Without a future, this thread does the last step.
@@ -115,6 +122,8 @@ class TorchWork(Work):
         except RuntimeError as error:
             self._error = mapped(error)
             raise self._error from error
+        # An earlier wait may have reached its time limit, but the work has gone on.
+        self._error = None
         return True
 
     def wait_for(self, limit_s: float) -> bool:
@@ -135,6 +144,8 @@ class TorchWork(Work):
 
     def is_completed(self) -> bool:
         """Whether the collective and its last step are done."""
+        if self._is_inherited():
+            return False
         if self._future is not None:
             return self._future.done()
         return self._done or (bool(self._torch_work.is_completed()) and self._completes())
@@ -152,6 +163,7 @@ class TorchWork(Work):
 
     def get_future(self) -> TensorsFuture:
         """Return a future that completes when the work and its last step are over."""
+        self._refuse_in_fork("get_future")
         with self._lock:
             if self._future is None:
                 delivery = _Delivery(self._deliver, self._torch_group)
@@ -172,6 +184,14 @@ class TorchWork(Work):
                 self._finish()
         self._finish = self._torch_group = None  # torch's thread must not drop the last reference to the group
         self._done = True
+
+    def _is_inherited(self) -> bool:
+        # A forked child has the object, but not the threads of torch that carry out the work.
+        return self._fork_count != fork_count() and not self._done
+
+    def _refuse_in_fork(self, call: str) -> None:
+        if self._is_inherited():
+            raise not_the_rank(call, "a collective of torch.distributed")
 
     def _completes(self) -> bool:
         try:
