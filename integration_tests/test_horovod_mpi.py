@@ -501,6 +501,24 @@ def test_ranks_that_have_joined_add_zeros() -> None:
         assert hvd.allgather_object(last) == [last] * hvd.size()
 
 
+@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16])
+def test_ranks_that_have_joined_take_part_in_the_backward_of_an_allreduce(compression: Any) -> None:
+    first, second = torch.ones(2, requires_grad=True), torch.ones(3, 2, dtype=torch.float64, requires_grad=True)
+    for step in range(1 if hvd.rank() == 0 else 3):
+        there = range(hvd.size() if step == 0 else hvd.size() - 1)
+        integers = torch.tensor([1, 2])
+        results = hvd.grouped_allreduce([integers, first, second], op=hvd.Sum, compression=compression)
+        results[1] += 1  # the results are ordinary tensors
+        (results[1].sum() * (hvd.size() - hvd.rank())).backward()  # the other result gets no gradient
+        check(results[0], integers * len(there))
+        assert first.grad is not None
+        assert first.grad.tolist() == [float(sum(range(1, hvd.size() + (step == 0))))] * 2
+        (gradient,) = torch.autograd.grad(hvd.allreduce(second, compression=compression).sum() * hvd.size(), second)
+        assert gradient.tolist() == [[float(len(there))] * 2] * 3
+        first.grad = None
+    assert hvd.size() == 1 or hvd.join() == hvd.size() - 1
+
+
 def test_what_cannot_be_joined_is_an_error_and_does_no_harm() -> None:
     if hvd.size() > 1 and hvd.rank() != 0:
         for call in (

@@ -208,6 +208,7 @@ def grouped_allreduce(
         results = all_reduce_copy_coalesced(
             compressed, REDUCTIONS[chosen], group, prescale=prescale_factor, postscale=postscale_factor
         )
+        _announce_gradients(process_set, results, chosen)
     return list(map(compression.decompress, results, contexts))
 
 
@@ -609,6 +610,8 @@ def synchronize(handle: Handle | Callable[[], torch.Tensor]) -> Any:
 def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where the others' tensors are
     """Take part in the `allreduce`s and optimizer steps of the other ranks with zeros, until all ranks have called `join`.
 
+    The rank also takes part in the backwards of these `allreduce`s.
+
     Call `join` on a rank that has no data left. While only some ranks have joined, the other ranks may only compute sums and
     averages over all ranks; all other collectives over all ranks raise an error. Do not call a collective of a process set that
     contains a joined rank.
@@ -645,6 +648,17 @@ def _announce(process_set: ProcessSet, tensors: Sequence[torch.Tensor], op: Op) 
         world().calls.announce_complete("Adasum")
     else:
         world().calls.announce_all_reduce(tensors, REDUCTIONS[op])
+
+
+def _announce_gradients(process_set: ProcessSet, results: Sequence[torch.Tensor], op: Op) -> None:
+    """Announce the all-reduce of the gradients, too, right before backward begins it."""
+    node = next((result.grad_fn for result in results if result.grad_fn is not None), None)
+    # Without a node, autograd does not record the allreduce. Other operations have no backward.
+    if node is None or op not in (Average, Sum):
+        return
+    # A gradient has the shape, dtype and device of its result. Do not hold the results, which hold the node.
+    kinds = [result.detach().new_empty(()).expand(result.shape) for result in results]
+    node.register_prehook(lambda _: _announce(process_set, kinds, op))
 
 
 def _announce_complete(process_set: ProcessSet, what: str) -> None:
