@@ -434,6 +434,33 @@ def test_process_sets() -> None:
         hvd.allreduce(torch.ones(1), process_set=others)
 
 
+def test_process_sets_of_communicators_that_were_split_before_init() -> None:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    hvd.shutdown()
+    halves = hvd.ProcessSet(world.Split(world.rank % 2, -world.rank))
+    # One rank alone is the set of all ranks, which exists already.
+    if world.size == 1:
+        hvd.init()
+        return
+    hvd.init(process_sets=[halves])
+    members = [rank for rank in range(hvd.size()) if rank % 2 == hvd.rank() % 2]
+    assert halves.ranks == members
+    check(hvd.allreduce(mine(hvd.rank()), op=hvd.Sum, process_set=halves), torch.stack([mine(rank) for rank in members]).sum(0))
+    # Rank 1's set exists already, if it is alone in its half. Then all ranks raise the error.
+    if hvd.size() <= 3:
+        with pytest.raises(ValueError, match="again"):
+            hvd.add_process_set(hvd.ProcessSet(world.Split(hvd.rank(), 0)))
+    assert hvd.remove_process_set(halves)
+    # The last rank is in no communicator.
+    first = hvd.add_process_set(hvd.ProcessSet(world.Split(MPI.UNDEFINED if hvd.rank() == hvd.size() - 1 else 0, 0)))
+    assert first.included() == (hvd.rank() < hvd.size() - 1)
+    if first.included():
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=first).tolist() == [hvd.size() - 1]
+    hvd.barrier()
+
+
 def test_shutdown_removes_process_sets() -> None:
     if hvd.size() == 1:
         return

@@ -20,9 +20,11 @@ from syncline.collectives import (
     TransportError,
     UnevenCalls,
     destroy_process_group,
+    exchange_objects,
     get_default_group,
     init_process_group,
     new_group,
+    new_subgroups_by_enumeration,
     placement_of,
 )
 from syncline.collectives import is_initialized as has_default_group
@@ -81,7 +83,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
     Args:
         comm: a communicator of mpi4py, whose ranks call `init`. None: all ranks of the job.
-        process_sets: process sets to add now, the same on every rank. "dynamic" adds no set. `add_process_set` can add more
+        process_sets: process sets to add now, as in `add_process_set`. "dynamic" adds no set. `add_process_set` can add more
             sets later.
         options: further arguments of `init_process_group`, such as `init_method`.
 
@@ -198,11 +200,12 @@ class ProcessSet:
     """A subset of the ranks, for collectives over these ranks only.
 
     Args:
-        ranks_or_comm: a list of ranks, each once; or a communicator of mpi4py, whose ranks form the set.
+        ranks_or_comm: a list of ranks, each once; or a communicator of mpi4py, whose ranks form the set. The set may be made
+            before `init`.
 
     Attributes:
         process_set_id: 0 for the set of all ranks. None before the set is added, and after it is removed.
-        ranks: the ranks, in ascending order.
+        ranks: the ranks, in ascending order. If the set is made from a communicator, the list is empty before the set is added.
     """
 
     def __init__(self, ranks_or_comm: Any) -> None:
@@ -211,8 +214,8 @@ class ProcessSet:
         self._group: ProcessGroup | NonMember | None = None
         if hasattr(ranks_or_comm, "Get_rank"):
             self.mpi_comm = ranks_or_comm
-            # This is a collective of the communicator: each member gives its rank.
-            self.ranks: list[int] = sorted(ranks_or_comm.allgather(rank()))
+            # Before `init`, this rank has no number yet, so `add_process_set` finds the ranks.
+            self.ranks: list[int] = []
             return
         if not isinstance(ranks_or_comm, Iterable) or not all(isinstance(each, int) for each in ranks_or_comm):
             raise InvalidArgumentError(f"expected a list of ranks, or a communicator of mpi4py, found {ranks_or_comm!r}")
@@ -266,15 +269,29 @@ _next_id = 1
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Make a group of a process set's ranks, and return the set. Every rank calls this function, also ranks outside of the set.
 
+    A list of ranks is the same on all ranks. Communicators may differ, as those of an `MPI.Comm.Split` do: then each rank gets
+    the set of its own communicator.
+
     Raises:
-        InvalidArgumentError: a set with the same ranks already exists, or a rank does not exist.
+        InvalidArgumentError: a set with the same ranks already exists, a rank does not exist, or communicators of several ranks
+            overlap.
     """
     global _next_id
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     known = [global_process_set, *world().process_sets]
-    if added.process_set_id is not None or any(added.ranks == other.ranks for other in known):
+    if added.mpi_comm is not None and added.process_set_id is None:
+        # This is a collective of the communicator: each member gives its rank. `MPI.COMM_NULL` is false.
+        added.ranks = sorted(added.mpi_comm.allgather(rank())) if added.mpi_comm else []
+    is_again = added.process_set_id is not None or any(added.ranks == other.ranks for other in known if other.ranks)
+    lists: list[tuple[int, ...]] = []
+    if added.mpi_comm is not None:
+        # Other ranks may have other lists. All ranks make the groups of all lists, or all ranks raise the error.
+        told = exchange_objects((tuple(added.ranks), is_again))
+        lists = sorted({ranks for ranks, _ in told if ranks})
+        is_again = any(again for _, again in told)
+    if is_again:
         raise InvalidArgumentError(f"expected a process set of other ranks than those that there are, found {added} again")
-    added._group = new_group(added.ranks)
+    added._group = new_group(added.ranks) if added.mpi_comm is None else new_subgroups_by_enumeration(lists)[0]
     added.process_set_id, _next_id = _next_id, _next_id + 1
     world().process_sets.append(added)
     return added
