@@ -448,6 +448,10 @@ def test_process_sets_of_communicators_that_were_split_before_init() -> None:
     members = [rank for rank in range(hvd.size()) if rank % 2 == hvd.rank() % 2]
     assert halves.ranks == members
     check(hvd.allreduce(mine(hvd.rank()), op=hvd.Sum, process_set=halves), torch.stack([mine(rank) for rank in members]).sum(0))
+    # All ranks know the sets of all ranks, so all of them raise the error.
+    for first in range(2):
+        with pytest.raises(ValueError, match="again"):
+            hvd.add_process_set([*range(first, hvd.size(), 2)])
     # Rank 1's set exists already, if it is alone in its half. Then all ranks raise the error.
     if hvd.size() <= 3:
         with pytest.raises(ValueError, match="again"):

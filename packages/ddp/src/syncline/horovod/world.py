@@ -212,6 +212,8 @@ class ProcessSet:
         self.process_set_id: int | None = None
         self.mpi_comm: Any = None
         self._group: ProcessGroup | NonMember | None = None
+        # The ranks of this set, and of the sets that other ranks added in the same call. The lists are the same on all ranks.
+        self._lists: list[tuple[int, ...]] = []
         if hasattr(ranks_or_comm, "Get_rank"):
             self.mpi_comm = ranks_or_comm
             # Before `init`, this rank has no number yet, so `add_process_set` finds the ranks.
@@ -278,20 +280,22 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """
     global _next_id
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    known = [global_process_set, *world().process_sets]
-    if added.mpi_comm is not None and added.process_set_id is None:
-        # This is a collective of the communicator: each member gives its rank. `MPI.COMM_NULL` is false.
-        added.ranks = sorted(added.mpi_comm.allgather(rank())) if added.mpi_comm else []
-    is_again = added.process_set_id is not None or any(added.ranks == other.ranks for other in known if other.ranks)
-    lists: list[tuple[int, ...]] = []
-    if added.mpi_comm is not None:
+    known = {tuple(global_process_set.ranks)}.union(*(each._lists for each in world().process_sets))
+    is_again = added.process_set_id is not None
+    if added.mpi_comm is None:
+        lists = [tuple(added.ranks)]
+    else:
+        if not is_again:
+            # This is a collective of the communicator: each member gives its rank. `MPI.COMM_NULL` is false.
+            added.ranks = sorted(added.mpi_comm.allgather(rank())) if added.mpi_comm else []
         # Other ranks may have other lists. All ranks make the groups of all lists, or all ranks raise the error.
         told = exchange_objects((tuple(added.ranks), is_again))
         lists = sorted({ranks for ranks, _ in told if ranks})
         is_again = any(again for _, again in told)
-    if is_again:
+    if is_again or not known.isdisjoint(lists):
         raise InvalidArgumentError(f"expected a process set of other ranks than those that there are, found {added} again")
     added._group = new_group(added.ranks) if added.mpi_comm is None else new_subgroups_by_enumeration(lists)[0]
+    added._lists = lists
     added.process_set_id, _next_id = _next_id, _next_id + 1
     world().process_sets.append(added)
     return added
