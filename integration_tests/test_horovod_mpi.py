@@ -546,6 +546,10 @@ def test_ranks_that_have_joined_take_part_in_the_backward_of_an_allreduce(compre
         assert first.grad.tolist() == [float(sum(range(1, hvd.size() + (step == 0))))] * 2
         (gradient,) = torch.autograd.grad(hvd.allreduce(second, compression=compression).sum() * hvd.size(), second)
         assert gradient.tolist() == [[float(len(there))] * 2] * 3
+        squares = hvd.allreduce(first.square(), op=hvd.Sum, compression=compression).square().sum()
+        (gradient,) = torch.autograd.grad(squares, first, create_graph=True)
+        (gradient,) = torch.autograd.grad(gradient.sum(), first)
+        assert gradient.tolist() == [12.0 * len(there) ** 2] * 2
         first.grad = None
     assert hvd.size() == 1 or hvd.join() == hvd.size() - 1
 

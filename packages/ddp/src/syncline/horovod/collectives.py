@@ -610,7 +610,9 @@ def synchronize(handle: Handle | Callable[[], torch.Tensor]) -> Any:
 def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where the others' tensors are
     """Take part in the `allreduce`s and optimizer steps of the other ranks with zeros, until all ranks have called `join`.
 
-    The rank also takes part in the backwards of these `allreduce`s.
+    The rank also takes part in the backwards of these `allreduce`s. There is one exception: if a backward reaches an
+    `allreduce` after it has begun to reduce the gradients of a `DistributedOptimizer`, a joined rank cannot take part. Then the
+    ranks raise a `DisagreementError`.
 
     Call `join` on a rank that has no data left. While only some ranks have joined, the other ranks may only compute sums and
     averages over all ranks; all other collectives over all ranks raise an error. Do not call a collective of a process set that
@@ -659,6 +661,8 @@ def _announce_gradients(process_set: ProcessSet, results: Sequence[torch.Tensor]
     # A gradient has the shape, dtype and device of its result. Do not hold the results, which hold the node.
     kinds = [result.detach().new_empty(()).expand(result.shape) for result in results]
     node.register_prehook(lambda _: _announce(process_set, kinds, op))
+    # With `create_graph=True`, the gradients have a backward, too.
+    node.register_hook(lambda gradients, _: _announce_gradients(process_set, gradients, op))
 
 
 def _announce_complete(process_set: ProcessSet, what: str) -> None:
