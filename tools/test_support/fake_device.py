@@ -345,7 +345,7 @@ def _wait_in_order(future: torch.futures.Future[Any]) -> Any:
     return result
 
 
-torch.futures.Future.wait = _wait_in_order  # type: ignore[method-assign]
+torch.futures.Future.wait = _wait_in_order  # type: ignore[assignment, method-assign]
 
 
 # Functions that only ask about a tensor, and read no memory.
