@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -1185,5 +1185,46 @@ def test_a_model_that_is_not_on_the_cpu_is_refused_at_once(monkeypatch: pytest.M
         optimizer = torch.optim.SGD(model.module.parameters(), lr=1.0)
         with pytest.raises(BackendUnavailableError, match="does not wait for what meta still reduces"):
             Elastic(model, optimizer, ElasticSampler(8, 8))
+
+    run_ranks(1, body)
+
+
+# ---- the loader ----
+
+
+@pytest.mark.parametrize(
+    "wrap", [iter, enumerate, lambda loader: (batch for batch in loader)], ids=["iter", "enumerate", "generator"]
+)
+def test_a_loader_that_cannot_begin_again_is_refused(wrap: Callable[[Any], Any]) -> None:
+    """After a loss it would go on behind the batch that was not applied."""
+
+    def body(group: ProcessGroup) -> None:
+        training = Training(group)
+        with pytest.raises(MisuseError, match="can begin again, such as a DataLoader, found an iterator"):
+            next(training.elastic.batches(wrap(training.loader)))
+
+    run_ranks(1, body)
+
+
+def test_a_loader_that_gives_no_batch_before_the_epoch_ends_is_refused() -> None:
+    class Ends:
+        """Gives two batches, then none."""
+
+        def __init__(self) -> None:
+            self.batches = [torch.ones(12, 1)] * 2
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            while self.batches:
+                yield self.batches.pop()
+
+    def body(group: ProcessGroup) -> None:
+        training = Training(group)
+        batches = training.elastic.batches(Ends())
+        for batch in itertools.islice(batches, 2):
+            with training.elastic.step():
+                training.model(batch).mean().backward()
+                training.optimizer.step()
+        with pytest.raises(MisuseError, match="gives no batch, and 4 batches of the epoch are left"):
+            next(batches)
 
     run_ranks(1, body)

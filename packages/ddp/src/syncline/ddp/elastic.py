@@ -226,17 +226,21 @@ class Elastic:
 
         Args:
             loader: an iterable over this rank's shares, in the order of the sampler; usually a `DataLoader`. If the group
-                changes, `batches` iterates over the loader again.
+                changes, `batches` iterates over the loader again. So the loader must not be an iterator, such as a generator
+                or `map(...)`.
 
         Raises:
-            MisuseError: the loop's body did not use a batch in `with elastic.step():`, or `close` was called before.
+            MisuseError: the loop's body did not use a batch in `with elastic.step():`, or `close` was called before. Or the
+                loader is an iterator, or gives no batch although the epoch has batches left.
         """
         self._refuse_if_closed("batches() was called")
         self._let_newcomers_in()  # the script may have left its latest loop over `batches` after a step
         try:
             while not self._sampler.is_exhausted:
                 group = self._group
-                for batch in loader:
+                is_empty = True
+                for batch in _new_pass(loader):
+                    is_empty = False
                     applied = self._sampler.applied
                     self._offered = group, applied
                     yield batch
@@ -249,6 +253,12 @@ class Elastic:
                         raise MisuseError(
                             "a batch was taken, and no step: put what is done with it into `with elastic.step():`"
                         )
+                # Without this error, the loop would iterate over the empty loader forever.
+                if is_empty:
+                    raise MisuseError(
+                        f"the loader gives no batch, and {len(self._sampler) - self._sampler.applied} batches of the epoch are "
+                        "left: pass a DataLoader whose batch_sampler is the ElasticSampler"
+                    )
         finally:
             self._offered = None
         self._end_epoch()
@@ -626,6 +636,17 @@ class Elastic:
                 f"the training ends on {self._group.place()} after {self.applied_steps} applied steps: the ranks "
                 f"did not come together again within {self._give_up_s:g} s (give_up_s). The last problem: {error}"
             ) from error
+
+
+def _new_pass(loader: Iterable[Batch]) -> Iterator[Batch]:
+    iterator = iter(loader)
+    # An iterator cannot begin again. After a loss it would go on behind batches that were not applied, and with old shares.
+    if iterator is loader:
+        raise MisuseError(
+            f"expected a loader that can begin again, such as a DataLoader, found an iterator ({type(loader).__name__}): pass "
+            "the loader itself to batches(), and change the batches in the loop's body"
+        )
+    return iterator
 
 
 def _describe_hook(hook: Callable[..., Any] | None, state: object) -> str:
