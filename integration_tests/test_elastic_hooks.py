@@ -21,6 +21,7 @@ from syncline.hooks import (
     PowerSGDState,
     RandomK,
     ScheduleState,
+    TopK,
     allreduce_hook,
     compression_hook,
     powerSGD_hook,
@@ -150,3 +151,73 @@ def test_survivors_have_the_same_bits(register: Callable[[DistributedDataParalle
 
 def few_samples() -> torch.Tensor:
     return torch.randn(FEW_SAMPLES, 6, generator=torch.Generator().manual_seed(1))
+
+
+# ---- nothing of a gradient is lost ----
+
+
+class KnownGradient(torch.nn.Module):
+    """A weight whose gradient is `GRADIENT` in every step, on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(8, 8))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (self.weight * GRADIENT).sum() + 0 * inputs.sum()
+
+
+GRADIENT = torch.outer(torch.arange(1.0, 9), torch.ones(8)) + torch.diag(torch.arange(8.0))
+
+
+def top_k() -> tuple[Any, Any, Any]:
+    state = CompressionState(TopK(0.1))
+    return state, compression_hook, state
+
+
+def low_rank() -> tuple[Any, Any, Any]:
+    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5)
+    return state, powerSGD_hook, state
+
+
+def plain_then_top_k() -> tuple[Any, Any, Any]:
+    state = CompressionState(TopK(0.1))
+    return ScheduleState([Phase(0, allreduce_hook), Phase(2, compression_hook, state)]), schedule_hook, state
+
+
+@pytest.mark.parametrize("make", [top_k, low_rank, plain_then_top_k])
+def test_a_repeated_step_adds_the_error_feedback_once(make: Callable[[], tuple[Any, Any, Any]]) -> None:
+    """After each step, the sum of all averages and the remaining error is the sum of all gradients."""
+    groups = create_groups(3, timeout_s=60)
+
+    def rank_body(rank: int) -> tuple[int, torch.Tensor] | None:
+        try:
+            return train_rank(rank)
+        except LostError:
+            return None
+
+    def train_rank(rank: int) -> tuple[int, torch.Tensor]:
+        model = DistributedDataParallel(KnownGradient(), process_group=groups[rank])
+        state, hook, compressing = make()
+        model.register_comm_hook(state, hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sampler = ElasticSampler(60, 6)
+        elastic = Elastic(model, optimizer, sampler, silence_timeout_s=30)
+        for batch in elastic.batches(DataLoader(torch.arange(60.0), batch_sampler=sampler)):
+            with elastic.step():
+                optimizer.zero_grad()
+                if rank == 2 and elastic.applied_steps == 5:
+                    groups[2].lose()
+                    raise LostError
+                model(batch).backward()
+                optimizer.step()
+        error = compressing.state_dict()["errors"]["weight"]
+        return len(elastic.recovery_s), error - model.module.weight.detach()
+
+    with ThreadPoolExecutor(3) as threads:
+        ends = list(threads.map(rank_body, range(3)))
+    assert ends[2] is None
+    for end in ends[:2]:
+        assert end is not None
+        assert end[0] == 1
+        torch.testing.assert_close(end[1], 10 * GRADIENT)

@@ -103,8 +103,9 @@ class Elastic:
         lost_ranks: the lost ranks. Their numbers are those of `ProcessGroup.members`, which do not change in a recovery.
         recovery_s: the duration of each recovery in seconds, from the error to the end of the recovery.
 
-    Cost: for each step, one `all_reduce` of 8 bytes, and copies of the model's parameters and buffers, and of the states of the
-    objects in `stateful`. Every `admit_every` steps rank 0 reads the store.
+    Cost: for each step, one `all_reduce` of 8 bytes, and copies of the model's parameters and buffers, of the states of the
+    objects in `stateful`, and of the communication hook's state (its `state_dict()`, if it has one). Every `admit_every` steps
+    rank 0 reads the store.
 
     Raises:
         BackendUnavailableError: the model's group cannot shrink, or the model is not on the CPU.
@@ -134,10 +135,10 @@ class Elastic:
     # barrier in place of the `all_reduce` would cost more: it compares the calls of all ranks, which the end of the backward
     # has just compared.)
     #
-    # A step changes buffers and random state before it is applied, and perhaps parameters (a momentum encoder). A GradScaler
-    # may leave out `optimizer.step()`; then the ranks agree at the end of the body, when the scaler and schedulers have
-    # changed, too. `StepSnapshot` restores all of these before a step is repeated. All backwards of a step come before its
-    # first `optimizer.step()`; there may be several backwards, and several optimizers.
+    # A step changes buffers, random state and a hook's error feedback before it is applied, and perhaps parameters (a momentum
+    # encoder). A GradScaler may leave out `optimizer.step()`; then the ranks agree at the end of the body, when the scaler and
+    # schedulers have changed, too. `StepSnapshot` restores all of these before a step is repeated. All backwards of a step come
+    # before its first `optimizer.step()`; there may be several backwards, and several optimizers.
     #
     # If an optimizer has not stepped in a step, its gradients may be a part of a sum over several steps. So the next snapshot
     # keeps copies of them, and newcomers get them. They are averages, which are the same on all ranks. Gradients that are not
@@ -288,7 +289,10 @@ class Elastic:
                 f"a second step was begun for one batch of elastic.batches on {self._group.place()}: use each batch in one "
                 "`with elastic.step():`"
             )
-        self._snapshot = StepSnapshot(self._model, self._optimizers, self._stateful, self._accumulated, earlier=self._snapshot)
+        hook_state = self._model.communication_hook[1]
+        self._snapshot = StepSnapshot(
+            self._model, self._optimizers, self._stateful, hook_state, self._accumulated, earlier=self._snapshot
+        )
         self._waiting = 0
         self._stepped.clear()
         self._phase = _Phase.COMPUTING

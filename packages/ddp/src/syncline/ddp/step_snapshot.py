@@ -5,23 +5,25 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .module_state import first_of_each, put_buffer, writable
-from .training_state import Stateful
+from .training_state import HookState, Stateful
 
 
 class StepSnapshot:
     """A copy of the values that a step may change, made at the beginning of the step.
 
     The copy contains parameters, buffers, `requires_grad` of each parameter, `training` of each module, the random state of the
-    CPU, and the options of the optimizers' parameter groups. The states of optimizers change only in `optimizer.step()`, so
-    they need no copy.
+    CPU, the options of the optimizers' parameter groups, and the hook's error feedback. The states of optimizers change only in
+    `optimizer.step()`, so they need no copy.
 
     Args:
         optimizers: the optimizers whose options are saved. Their parameters of other modules are saved, too.
         stateful: other objects that change with the steps, such as schedulers or a GradScaler.
+        hook_state: the state of the communication hook, whose errors of error feedback are saved.
         accumulated: parameters whose gradients are accumulated for a later `optimizer.step()`. These gradients are saved.
         earlier: the snapshot of the previous step. The new snapshot takes over its memory, so do not use it any more.
     """
@@ -31,6 +33,7 @@ class StepSnapshot:
         module: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         stateful: Sequence[Stateful] = (),
+        hook_state: Any = None,
         accumulated: Iterable[torch.nn.Parameter] = (),
         earlier: StepSnapshot | None = None,
     ) -> None:
@@ -54,6 +57,9 @@ class StepSnapshot:
             for group in optimizer.param_groups
         ]
         self._states = [(each, copy.deepcopy(each.state_dict())) for each in stateful]
+        # A backward may have left out another part of each gradient, before it failed.
+        self._hook_state = HookState(hook_state)
+        self._hook_values = self._hook_state.copy()
         # The script may have set gradients to None since the latest step.
         self._gradients = [(each, each.grad.detach().clone()) for each in accumulated if each.grad is not None]
         self._layouts = [(each, each.grad.layout) for each in stepped if each.grad is not None]
@@ -86,6 +92,7 @@ class StepSnapshot:
             each.load_state_dict(copy.deepcopy(state))
         for group, options in self._options:
             group.update(options)
+        self._hook_state.restore_errors(self._hook_values)
         for parameter in self._module.parameters():  # the step may have added some
             parameter.grad = None
         # An optimizer has used these gradients already, so the step begins by clearing them. If the step clears them to zeros,

@@ -193,7 +193,8 @@ class HookState:
     """The state of a communication hook. Ranks can share a state if it has `state_dict` and `load_state_dict`.
 
     A failed step may have changed the state on some ranks only. So after a recovery all ranks take the state of one rank, but
-    keep their own errors of error feedback (the parts of gradients that compression left out).
+    keep their own errors of error feedback (the parts of gradients that compression left out). Before a step is repeated, these
+    errors become those from before the step.
     """
 
     def __init__(self, state: Any) -> None:
@@ -207,6 +208,15 @@ class HookState:
     def collect(self) -> dict[str, Any]:
         """Return this rank's state, without the errors of error feedback."""
         return _with_errors_of({}, self._state.state_dict())
+
+    def copy(self) -> dict[str, Any]:
+        """Return a copy of this rank's state for `restore_errors`. Empty if the state cannot be saved."""
+        return self._state.state_dict() if self.can_be_saved else {}
+
+    def restore_errors(self, earlier: Mapping[str, Any]) -> None:
+        """Take the errors of error feedback from an earlier result of `copy`, and keep the rest of the state."""
+        if "errors" in earlier or "states" in earlier:
+            self._state.load_state_dict(_with_errors_of(earlier, self._state.state_dict()))
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load another rank's state, but keep this rank's errors of error feedback."""
