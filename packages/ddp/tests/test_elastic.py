@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -96,6 +97,25 @@ def test_the_rest_may_be_left_out() -> None:
     assert [len(batch) for batch in batches] == [4, 4]
     assert len({index for batch in batches for index in batch}) == 8
     assert {index for epoch in range(20) for batch in _epoch(11, epoch) for index in batch} == set(range(11))
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [({"batch_size": 16}, "batch_size=8, this one has batch_size=16"), ({"seed": 1}, "seed=0, this one has seed=1")],
+)
+def test_a_state_from_within_an_epoch_fits_the_same_batches_only(change: dict[str, int], found: str) -> None:
+    saved = ElasticSampler(samples=96, batch_size=8)
+    other = ElasticSampler(**{"samples": 96, "batch_size": 8, **change})
+    other.load_state_dict(saved.state_dict())  # at the beginning of an epoch, no batch is applied yet
+    saved.advance()
+    with pytest.raises(MisuseError, match=found):
+        other.load_state_dict(saved.state_dict())
+    assert other.applied == 0
+
+
+def test_numpys_integers_become_ints_in_a_saved_state() -> None:
+    sampler = ElasticSampler(np.int64(8), np.int64(4), seed=np.int64(1))  # type: ignore[arg-type]
+    assert {type(value) for value in sampler.state_dict().values()} == {int, bool}
 
 
 def _epoch(samples: int, epoch: int) -> list[list[int]]:
@@ -704,6 +724,8 @@ def test_a_newcomer_alone_without_the_state_ends_without_further_recoveries() ->
         ("plain", "wide", r"'weight': torch.float32\[2, 1\], and the other ranks torch.float32\[1, 1\]"),
         ("plain", "bias", r"'bias': torch.float32\[1\], and the other ranks none"),
         ("plain", "adam", r"optimizers \(parameters in groups\): Adam \[1\], and the other ranks SGD \[1\]"),
+        ("plain", "seed", r"seed of the sampler: 5, and the other ranks 0"),
+        ("plain", "size", r"batch_size of the sampler: 18, and the other ranks 12"),
         ("plain", "groups", r"optimizers \(parameters in groups\): SGD \[1, 0\], and the other ranks SGD \[1\]"),
     ],
 )
@@ -738,8 +760,9 @@ def test_a_newcomer_with_another_script_is_refused_and_the_others_go_on(theirs: 
         optimizer = (torch.optim.Adam if own == "adam" else torch.optim.SGD)(model.parameters(), lr=1.0)
         if own == "groups":
             optimizer.add_param_group({"params": []})
+        sampler = ElasticSampler(12 * STEPS, 18 if own == "size" else 12, seed=5 if own == "seed" else 0)
         with pytest.raises(MisuseError, match=difference) as caught:
-            Elastic(model, optimizer, ElasticSampler(12 * STEPS, 12), give_up_s=60)
+            Elastic(model, optimizer, sampler, give_up_s=60)
         joined[0].lose()  # the newcomer's process ends
         return str(caught.value)
 

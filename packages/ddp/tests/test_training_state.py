@@ -50,7 +50,7 @@ def test_both_go_on_with_the_same_bits() -> None:
         assert torch.equal(mine, others)
     assert torch.equal(old.model.module.scale, new.model.module.scale)  # type: ignore[arg-type]
     assert torch.equal(old.model.module.mask, new.model.module.mask)  # type: ignore[arg-type]
-    assert new.sampler.state_dict() == {"epoch": 0, "applied": 4}
+    assert (new.sampler.epoch, new.sampler.applied) == (0, 4)
     assert old.scheduler.get_last_lr() == new.scheduler.get_last_lr() == [0.001 * 0.5**4]
 
 

@@ -79,7 +79,7 @@ class Elastic:
     A *newcomer* is a process that you start later, with the same script and with SYNCLINE_JOIN=1. In a newcomer, the
     constructor of `Elastic` waits until the other ranks let the newcomer in. Then the newcomer has the state of the training,
     and continues at the step of the other ranks. The newcomer must have the same hook, the same parameters (also of added
-    layers), and the same types of optimizers and of objects in `stateful`.
+    layers), a sampler with the same arguments, and the same types of optimizers and of objects in `stateful`.
 
     The page "Survive failures" describes gradient accumulation, hooks, and newcomers.
 
@@ -579,7 +579,7 @@ class Elastic:
             self._group.expect_losses(False)
 
     def _refuse_other_scripts(self, root: int) -> None:
-        """A collective. If a newcomer's hook, model, optimizers or `stateful` differ from those of `root`, raise an error.
+        """A collective. Raise an error if a newcomer's hook, model, optimizers, sampler or `stateful` are not those of `root`.
 
         Raises:
             MisuseError: on a newcomer that differs, which then ends.
@@ -600,7 +600,8 @@ class Elastic:
                 f"this newcomer has {what}: {mine}, and the other ranks {theirs}: make the same before Elastic(...)"
             )
         raise RankLostError(
-            f"newcomer(s) {others} on {self._group.place()} end: their hook, model, optimizers or objects in stateful= differ",
+            f"newcomer(s) {others} on {self._group.place()} end: their hook, model, optimizers, sampler or objects in "
+            "stateful= differ",
             others,
         )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import torch
 from torch.utils.data import Sampler
 
-from syncline.collectives import InvalidArgumentError
+from syncline.collectives import InvalidArgumentError, MisuseError
 
 
 def batch_bounds(number: int, batches: int, samples: int) -> tuple[int, int]:
@@ -41,6 +42,11 @@ class ElasticSampler(Sampler[list[int]]):
         seed: the seed of the random orders.
         drop_last: leave out samples that do not fill a batch of `batch_size`.
 
+    Attributes:
+        epoch: the number of the present epoch.
+        applied: the number of applied batches of this epoch.
+        settings: the constructor's arguments. Samplers with equal settings divide an epoch into the same batches.
+
     Raises:
         InvalidArgumentError: `batch_size` is below 1, or there are too few samples for one batch.
     """
@@ -50,11 +56,20 @@ class ElasticSampler(Sampler[list[int]]):
             raise InvalidArgumentError(
                 f"expected at least one batch of at least one sample, found {samples=} and {batch_size=}"
             )
+        # NumPy's integers become ints, so that `torch.load(..., weights_only=True)` can load a saved state.
+        samples, batch_size, seed = operator.index(samples), operator.index(batch_size), operator.index(seed)
         self._all_samples = samples
         self._batches = samples // batch_size if drop_last else -(-samples // batch_size)
         self._samples = self._batches * batch_size if drop_last else samples
         self._shuffle = shuffle
         self._seed = seed
+        self.settings = {
+            "samples": samples,
+            "batch_size": batch_size,
+            "shuffle": bool(shuffle),
+            "seed": seed,
+            "drop_last": bool(drop_last),
+        }
         self._rank, self._ranks = 0, 1
         self.epoch = 0
         self.applied = 0
@@ -114,11 +129,24 @@ class ElasticSampler(Sampler[list[int]]):
         self.applied += 1
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch and the number of applied batches, which are the same on all ranks."""
-        return {"epoch": self.epoch, "applied": self.applied}
+        """Return the epoch, the number of applied batches, and the constructor's arguments. All are the same on all ranks."""
+        return {"epoch": self.epoch, "applied": self.applied, **self.settings}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at the first batch that was not applied when `state` was saved."""
+        """Continue at the first batch that was not applied when `state` was saved.
+
+        Raises:
+            MisuseError: `state` was saved within an epoch by a sampler with other arguments, so it has other batches.
+        """
+        # A dict that the script has made itself may lack the arguments.
+        different = [name for name, value in self.settings.items() if state.get(name, value) != value]
+        if different and state["applied"] > 0:
+            name = different[0]
+            raise MisuseError(
+                f"the saved state is of a sampler with {name}={state[name]}, this one has {name}={self.settings[name]}, and "
+                f"batches of epoch {state['epoch']} are applied already: construct it with the saved value, or begin an epoch "
+                'by load_state_dict({"epoch": ..., "applied": 0})'
+            )
         self.epoch, self.applied = state["epoch"], state["applied"]
 
     def _share(self, number: int) -> tuple[int, int]:

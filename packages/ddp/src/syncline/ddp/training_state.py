@@ -91,12 +91,16 @@ class TrainingState:
         self._stateful = stateful
 
     def outline(self) -> dict[str, str]:
-        """Describe the parameters and the types of objects. A rank that loads the state must have an equal description."""
+        """Describe the parameters, the sampler, and the types of objects.
+
+        A rank that loads the state must have an equal description.
+        """
         sizes = {each: [len(group["params"]) for group in each.param_groups] for each in self._optimizers}
         return {
             # An error names the first difference by these words.
             **{f"'{name}'": f"{p.dtype}{list(p.shape)}" for name, p in self._model.module.named_parameters()},
             "optimizers (parameters in groups)": ", ".join(f"{type(each).__name__} {sizes[each]}" for each in self._optimizers),
+            **{f"{name} of the sampler": str(value) for name, value in self._sampler.settings.items()},
             "objects in stateful": ", ".join(type(each).__name__ for each in self._stateful) or "none",
         }
 
