@@ -26,6 +26,7 @@ from syncline.collectives import (
     TransportError,
     init_process_group,
 )
+from syncline.collectives.membership import store_reconnector
 from syncline.collectives.membership.store_reconnector import MembershipVote
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.stores import InMemoryStore
@@ -310,6 +311,33 @@ def test_no_more_newcomers_than_the_limit_are_let_in_and_the_others_wait_on() ->
         return admitted.members
 
     assert in_threads(3, play) == [((0, 1), 1, (0, 1, 2)), (0, 1, 2), (0, 1, 2)]
+
+
+def test_the_limit_counts_the_newcomers_of_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer dies after the members have chosen it, so the members vote again."""
+    monkeypatch.setattr(store_reconnector, "CONNECT_S", 1.0)
+    groups = create_groups(2, timeout_s=30)
+    newcomers = [groups[0].newcomer() for _ in range(5)]
+    store, dead = groups[0]._reconnector.store, newcomers[0]._reconnector.generation.me
+    store.set(f"waiting/{dead}", b"")
+
+    def play(number: int) -> object:
+        if number == 6:
+            until(lambda: store.check(["generation0/members"]))
+            store.set(f"ended/{dead}", b"")
+            return None
+        if number < 2:
+            until(lambda: groups[number].newcomers() == 5)
+            return groups[number].admit(silence_timeout_s=20, limit=2).members
+        try:
+            return newcomers[number - 1].admit(silence_timeout_s=5).members
+        except CollectiveTimeout:
+            return None
+
+    ends = in_threads(7, play)
+    let_in = {end for end in ends if end is not None}
+    assert let_in == {(0, 1, dead + 1)}
+    assert ends.count(None) == 4
 
 
 WRONG_LIMITS = [

@@ -273,7 +273,17 @@ class StoreReconnector(Reconnector):
 
     @override
     def admit(self, silence_timeout_s: float, limit: int | None = None) -> Transport:
-        return self._meet_again(silence_timeout_s, lambda: self.newcomers()[:limit])
+        # A newcomer takes part in the later rounds, but does not know the limit.
+        if self.generation.is_waiting:
+            return self._meet_again(silence_timeout_s, nobody)
+        before = set(self.generation.members)
+
+        def proposed() -> Sequence[int]:
+            # Earlier rounds have let newcomers in already. Some of them may be dead; the next `admit` fills their places.
+            let_in = len(set(self.generation.members) - before)
+            return self.newcomers()[: None if limit is None else max(0, limit - let_in)]
+
+        return self._meet_again(silence_timeout_s, proposed)
 
     def _meet_again(self, silence_timeout_s: float, newcomers: Newcomers) -> Transport:
         """Vote and connect in rounds, until the members are connected. Each round leaves out members that have died.
