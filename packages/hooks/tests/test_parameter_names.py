@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.collectives import MisuseError, ProcessGroup
+from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.hooks import (
     CompressionState,
+    DiLoCoOptimizer,
     Phase,
     PowerSGDState,
     ScheduleState,
@@ -229,3 +230,30 @@ def test_a_parameter_that_takes_anothers_place_keeps_its_error() -> None:
             assert_same(run.step(number), same.step(number))
 
     run_ranks(2, body)
+
+
+def make_diloco(named: list[tuple[str, torch.Tensor]], group: ProcessGroup) -> object:
+    optimizer = torch.optim.SGD(list(dict.fromkeys(parameter for _, parameter in named)), lr=0.1)
+    return DiLoCoOptimizer(optimizer, named, group)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda named, group: CompressionState(TopK(0.5), group, named_parameters=named),
+        lambda named, group: PowerSGDState(group, named_parameters=named),
+        make_diloco,
+    ],
+    ids=["compression", "powersgd", "diloco"],
+)
+def test_two_parameters_with_one_name_are_refused(make: Any) -> None:
+    """The names of two modules that are chained. One of the two parameters would be forgotten."""
+
+    def body(group: ProcessGroup) -> None:
+        first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        named = [*first.named_parameters(), *first.named_parameters()]  # the same pair twice does no harm
+        make(named[:2], group)
+        with pytest.raises(InvalidArgumentError, match="one parameter for each name, found two with the name 'weight'"):
+            make([*named, *second.named_parameters()], group)
+
+    run_ranks(1, body)

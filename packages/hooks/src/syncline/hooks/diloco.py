@@ -14,6 +14,7 @@ from .fragments import balanced_fragments, starts_at
 from .low_precision import math_dtype
 from .model_averaging import group_of_ranks
 from .outer_exchange import KnownAverage, OuterExchange, PendingAverage
+from .parameter_names import by_name
 from .saved_state import FORMAT, Origin, check_kind, check_parameters
 from .seeds import check_seed
 from .sites import Sites
@@ -64,7 +65,8 @@ class DiLoCoOptimizer(WrappingOptimizer):
     whose average is in progress. With a compressor, one more copy of the parameters.
 
     Raises:
-        InvalidArgumentError: a setting is out of its range, or a name is missing, unknown or given twice.
+        InvalidArgumentError: a setting is out of its range, two parameters have one name, or a name in `fragments` is missing,
+            unknown or given twice.
         MisuseError: a dtype is not a floating-point dtype, there is no parameter, or both `process_group` and `sites` are
             given.
     """
@@ -100,7 +102,7 @@ class DiLoCoOptimizer(WrappingOptimizer):
             raise InvalidArgumentError(
                 f"expected a compressor, which uses seed={seed}, found None: pass a compressor, or leave out the seed"
             )
-        parameters = dict(named_parameters)
+        parameters = by_name(named_parameters)
         _check_dtypes(parameters)
         if sites is not None and process_group is not None:
             raise MisuseError("expected a process_group or sites, found both: the sites say who communicates")

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from syncline.collectives import MisuseError
+from syncline.collectives import InvalidArgumentError, MisuseError
 
 from .contract import Bucket, names_in
+
+Parameter = TypeVar("Parameter", bound=torch.Tensor)
+
+
+def by_name(named_parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Parameter]:
+    """Return the parameters by name.
+
+    Raises:
+        InvalidArgumentError: two parameters have one name, for example because two modules are trained together.
+    """
+    found: dict[str, Parameter] = {}
+    for name, parameter in named_parameters:
+        if found.setdefault(name, parameter) is not parameter:
+            raise InvalidArgumentError(
+                f"expected one parameter for each name, found two with the name '{name}': put all modules into one, and pass "
+                "its named_parameters()"
+            )
+    return found
 
 
 class ParameterNames:
@@ -29,6 +47,9 @@ class ParameterNames:
     Attributes:
         are_given: whether the constructor got names.
         shapes: the parameters' shapes, by name.
+
+    Raises:
+        InvalidArgumentError: `named_parameters` has two parameters with one name.
     """
 
     # Note [Numbers and a resumed run]
@@ -53,7 +74,7 @@ class ParameterNames:
         self._source: ParameterNames | None = None  # the object whose numbers this one uses, if any
         self._loaded: dict[str, torch.Size] = {}  # empty as soon as a step has shown that the loaded state fits
         self._met: set[str] = set()
-        for name, parameter in named_parameters or ():
+        for name, parameter in by_name(named_parameters or ()).items():
             self._note(name, parameter)
 
     def of(self, bucket: Bucket, numbers: ParameterNames | None = None) -> list[str]:

@@ -58,7 +58,7 @@ class PowerSGDState:
             out, because its buckets have names. With torch's DDP, `state_dict` uses numbers if you leave them out.
 
     Raises:
-        InvalidArgumentError: an argument is out of its range.
+        InvalidArgumentError: an argument is out of its range, or two parameters have one name.
     """
 
     def __init__(
