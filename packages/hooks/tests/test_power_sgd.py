@@ -535,3 +535,24 @@ def test_statistics_count_what_was_sent() -> None:
         assert list(state.statistics.seconds_by_stage) == ["compress", "second factor", "decompress"]
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize("hook", VARIANTS)
+def test_a_backward_inside_autocast_changes_nothing(hook: Any, columns: int) -> None:
+    """Matrix products would return bfloat16."""
+
+    def body(group: ProcessGroup) -> list[torch.Tensor]:
+        results = []
+        for is_inside in (False, True):
+            model = Model(group.rank)
+            state = state_for(model, matrix_approximation_rank=columns)
+            for step in range(3):
+                bucket = model.bucket(group, model.gradients(step))
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_inside):
+                    hook(state, bucket).wait()
+            results.append(bucket.buffer().clone())
+        return results
+
+    for outside, inside in run_ranks(2, body):
+        assert torch.equal(outside, inside)
