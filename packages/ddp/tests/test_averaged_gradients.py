@@ -335,3 +335,10 @@ def test_within_join_it_ends() -> None:
                 optimizer.step()
 
     run_ranks(2, body)
+
+
+def test_a_hash_does_not_depend_on_torchs_default_device() -> None:
+    tensors = [torch.arange(100.0)]
+    expected = ReplicaHash()(tensors)
+    with torch.device("meta"):
+        assert ReplicaHash()(tensors) == expected

@@ -1251,3 +1251,25 @@ def test_a_loader_that_gives_no_batch_before_the_epoch_ends_is_refused() -> None
             next(batches)
 
     run_ranks(1, body)
+
+
+# ---- torch's default device ----
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_order_of_the_samples_does_not_depend_on_torchs_default_device(shuffle: bool) -> None:
+    expected = list(ElasticSampler(12, 4, shuffle=shuffle))
+    with torch.device("meta"):
+        assert list(ElasticSampler(12, 4, shuffle=shuffle)) == expected
+
+
+def test_a_step_agrees_with_another_default_device() -> None:
+    def body(group: ProcessGroup) -> int:
+        training = Training(group)
+        batch = torch.ones(6, 1)
+        with torch.device("meta"), training.elastic.step():
+            training.model(batch).mean().backward()
+            training.optimizer.step()
+        return training.elastic.applied_steps
+
+    assert run_ranks(2, body) == [1, 1]

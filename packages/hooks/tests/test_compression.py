@@ -349,3 +349,10 @@ def test_other_misuse_is_refused() -> None:
             compression_hook(CompressionState(Int8()), FakeBucket([torch.ones(2, dtype=torch.int32)], group))
 
     run_ranks(1, body)
+
+
+def test_random_positions_do_not_depend_on_torchs_default_device() -> None:
+    numbers, compressor = [torch.arange(1.0, 101.0)], RandomK(0.1)
+    expected = compressor.compress(numbers, 3)
+    with torch.device("meta"):
+        assert torch.equal(compressor.compress(numbers, 3), expected)

@@ -556,3 +556,17 @@ def test_a_backward_inside_autocast_changes_nothing(hook: Any, columns: int) -> 
 
     for outside, inside in run_ranks(2, body):
         assert torch.equal(outside, inside)
+
+
+@pytest.mark.parametrize("hook", VARIANTS)
+def test_torchs_default_device_has_no_effect(hook: Any) -> None:
+    def body(group: ProcessGroup) -> dict[str, Any]:
+        model = Model(group.rank)
+        state, bucket = state_for(model), model.bucket(group, model.gradients(0))
+        with torch.device("meta"):
+            hook(state, bucket).wait()
+            saved = state.state_dict()
+        assert bucket.buffer().isfinite().all()
+        return saved
+
+    assert all(saved["seeds"].is_cpu for saved in run_ranks(2, body))

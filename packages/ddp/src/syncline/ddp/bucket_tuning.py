@@ -194,14 +194,14 @@ class BucketTuning:
             return
         self._is_over = True
         share = self._share_of_cores()
-        times = torch.tensor(self._steps, dtype=torch.float64).median(dim=0).values
+        times = torch.tensor(self._steps, dtype=torch.float64, device="cpu").median(dim=0).values
         # A bucket can be reduced only when the last rank has it, so take the latest time of each bucket.
         self._group.all_reduce(times, ReduceOp.MAX)
         costs = self._measure_costs(share)
-        chosen = torch.zeros(2, dtype=torch.int64)
+        chosen = torch.zeros(2, dtype=torch.int64, device="cpu")
         if self._group.rank == 0:
             steps = predicted_steps(self._workload(times.tolist()), costs)
-            chosen = torch.tensor(choose(steps), dtype=torch.int64)
+            chosen = torch.tensor(choose(steps), dtype=torch.int64, device="cpu")
             self._say(steps, costs, tuple(chosen.tolist()))
         self._group.broadcast(chosen, 0)
         self.caps_bytes = chosen.tolist()
@@ -226,7 +226,8 @@ class BucketTuning:
         here = placement.ranks_on_node(placement.node)
         busy_cores, cores = zip(*(said[rank] for rank in here), strict=True)
         # Take the largest share, because all ranks wait for the rank that is slowed most.
-        share = torch.tensor(share_of_cores(here.index(self._group.rank), busy_cores, cores), dtype=torch.float64)
+        mine = share_of_cores(here.index(self._group.rank), busy_cores, cores)
+        share = torch.tensor(mine, dtype=torch.float64, device="cpu")
         self._group.all_reduce(share, ReduceOp.MAX)
         return float(share)
 

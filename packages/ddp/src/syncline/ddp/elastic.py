@@ -400,7 +400,7 @@ class Elastic:
             self._group.expect_losses(False)
 
     def _sum_over_ranks(self, number: int) -> int:
-        mine = torch.tensor([number])
+        mine = torch.tensor([number], device="cpu")
         self._group.all_reduce(mine)
         return int(mine)
 

@@ -154,7 +154,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     def _order(self) -> torch.Tensor:
         if not self._shuffle:
-            return torch.arange(self._all_samples)
+            return torch.arange(self._all_samples, device="cpu")
         # Use a separate generator, so that the order does not depend on the random state of a rank.
         generator = torch.Generator().manual_seed(self._seed + self.epoch)
-        return torch.randperm(self._all_samples, generator=generator)
+        return torch.randperm(self._all_samples, generator=generator, device="cpu")

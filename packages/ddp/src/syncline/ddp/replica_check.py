@@ -63,7 +63,7 @@ class ReplicaHash:
         if device not in self._weights:
             count = _CHUNK_LANES.get(device.type, _DEVICE_CHUNK_LANES)
             generator = torch.Generator().manual_seed(_SEED)
-            weights = torch.randint(-(2**62), 2**62, (2, count), generator=generator)
+            weights = torch.randint(-(2**62), 2**62, (2, count), generator=generator, device="cpu")
             # The weights are odd: modulo 2**64, different lanes stay different after a product with an odd number.
             self._weights[device] = (2 * weights + 1).to(device)
         return self._weights[device]

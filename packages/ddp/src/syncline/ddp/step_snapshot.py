@@ -87,7 +87,7 @@ class StepSnapshot:
             # If the step ended between `scaler.unscale_()` and `scaler.update()`, the scaler remembers that it has unscaled the
             # gradients. This is not part of its state_dict, and only `update` forgets it. `update` needs an earlier `scale`.
             if isinstance(each, torch.amp.GradScaler):
-                each.scale(torch.zeros(()))
+                each.scale(torch.zeros((), device="cpu"))
                 each.update(1.0)
             each.load_state_dict(copy.deepcopy(state))
         for group, options in self._options:

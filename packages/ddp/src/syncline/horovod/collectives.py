@@ -518,7 +518,7 @@ def _counts_of(splits: torch.Tensor | Sequence[int] | None) -> list[int] | None:
 def _as_splits(received: Sequence[int], like: torch.Tensor | Sequence[int] | None) -> torch.Tensor:
     if isinstance(like, torch.Tensor):
         return torch.tensor(received, dtype=like.dtype, device=like.device)
-    return torch.tensor(received, dtype=torch.int32)
+    return torch.tensor(received, dtype=torch.int32, device="cpu")
 
 
 # ---- reducescatter ----

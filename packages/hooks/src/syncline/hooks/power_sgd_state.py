@@ -171,7 +171,8 @@ class PowerSGDState:
         factors have the dtype `dtype`, and are on the device of `like`.
         """
         generator = torch.Generator().manual_seed(self.seeds.next())
-        return [torch.randn(*shape, generator=generator, dtype=dtype).to(like.device) for shape in shapes]
+        drawn = [torch.randn(*shape, generator=generator, dtype=dtype, device="cpu") for shape in shapes]
+        return [factor.to(like.device) for factor in drawn]
 
     # ---- saving ----
 

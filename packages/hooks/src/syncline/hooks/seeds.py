@@ -47,7 +47,7 @@ class SharedSeeds:
 
     def state(self) -> torch.Tensor:
         """Return the generator's state: 625 int64 numbers."""
-        return torch.tensor(self._random.getstate()[1], dtype=torch.int64)
+        return torch.tensor(self._random.getstate()[1], dtype=torch.int64, device="cpu")
 
     def restore(self, state: torch.Tensor) -> None:
         """Continue from a result of `state`."""

@@ -102,10 +102,12 @@ class RandomK(LinearCompressor):
 
     def _places(self, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        return [
-            torch.randperm(tensor.numel(), generator=generator)[: _count(tensor.numel(), self._fraction)].to(tensor.device)
-            for tensor in like
-        ]
+
+        def places(tensor: torch.Tensor) -> torch.Tensor:
+            order = torch.randperm(tensor.numel(), generator=generator, device="cpu")
+            return order[: _count(tensor.numel(), self._fraction)].to(tensor.device)
+
+        return [places(tensor) for tensor in like]
 
 
 _MOST_IN_INT32 = 2**31

@@ -70,7 +70,7 @@ def _measure(group: ProcessGroup, peer: int) -> None:
         answered = float(pong[0])
         rounds.append(RoundTrip(sent, answered, time.perf_counter()))
     offset = best_offset(rounds)
-    pong.copy_(torch.tensor([offset.at, offset.offset_s, offset.error_s], dtype=torch.float64))
+    pong.copy_(torch.tensor([offset.at, offset.offset_s, offset.error_s], dtype=torch.float64, device=pong.device))
     group.send(pong, peer, _tag(group))
 
 
