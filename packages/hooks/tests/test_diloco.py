@@ -154,6 +154,34 @@ def test_replicas_are_bitwise_equal_after_an_outer_step(compressor: Any, fragmen
     assert run_ranks(2, body) == [(False, True)] * 2
 
 
+@pytest.mark.parametrize("compressor", [None, Int8(), OneBit(), TopK(0.5), RandomK(0.5)])
+def test_a_fragment_may_have_parameters_of_several_dtypes(compressor: Any) -> None:
+    def body(group: ProcessGroup) -> list[torch.Tensor]:
+        dtypes = (torch.float32, torch.float64, torch.bfloat16)
+        named = [(f"{dtype} {n}", torch.nn.Parameter(torch.ones(n, 4, dtype=dtype))) for n in (3, 0) for dtype in dtypes]
+        parameters = [parameter for _, parameter in named]
+        optimizer = DiLoCoOptimizer(
+            torch.optim.SGD(parameters, lr=0.5),
+            named,
+            group,
+            sync_every=1,
+            outer_lr=1.0,
+            outer_momentum=0.0,
+            compressor=compressor,
+        )
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, 1.0 + group.rank)
+            optimizer.step()
+        return [parameter.detach() for parameter in parameters]
+
+    first, second = run_ranks(2, body)
+    assert equal(first, second)
+    # Two steps of 0.5 times the mean gradient 1.5. Top-k and random-k have sent only a half of the steps so far.
+    if not isinstance(compressor, TopK | RandomK):
+        assert all((parameter == -0.5).all() for parameter in first)
+
+
 @pytest.mark.parametrize("compressor", [None, Int4()])
 def test_replicas_are_bitwise_equal_after_each_outer_step_and_only_then(compressor: Any) -> None:
     def body(group: ProcessGroup) -> list[bool]:

@@ -59,7 +59,7 @@ class DiLoCoOptimizer(WrappingOptimizer):
             compressor.
 
     Bytes sent by each rank for each step, on average: one all_reduce of all parameters (16-bit parameters as float32), divided
-    by H. With a compressor: one all_gather of its message, divided by H.
+    by H. With a compressor: one all_gather of its message (one for each of float32 and float64), divided by H.
 
     Extra memory: two copies of the parameters in float32 or float64 (one copy without momentum), and a copy of each fragment
     whose average is in progress. With a compressor, one more copy of the parameters.

@@ -109,24 +109,29 @@ class OuterExchange:
         anchors: Sequence[torch.Tensor],
         seed: int,
     ) -> PendingAverage:
-        copies = [anchor.clone() for anchor in anchors]
-        members = zip(names, parameters, anchors, strict=True)
-        # Leave out parameters without elements, so that compressors need not handle them.
-        filled = [member for member in members if member[2].numel() > 0]
-        if not filled:
-            return KnownAverage(copies)
-        with torch.no_grad():
-            names = [name for name, _, _ in filled]
-            differences = [anchor - parameter for _, parameter, anchor in filled]
-            self.error_feedback.add_to(names, differences)
-            message = compressor.compress(differences, seed)
-            sent = compressor.decompress(message, differences, seed)
-            # NaN and infinity must not stay in the error feedback, where they would spoil all later steps.
-            errors = [torch.nan_to_num_(whole - part, 0.0, 0.0, 0.0) for whole, part in zip(differences, sent, strict=True)]
-            self.error_feedback.remember(names, errors)
-        self.statistics.sends(sum(parameter.nbytes for parameter in parameters), message.nbytes)
-        work, messages = start_exchange(compressor, group, message, seed)
-        return _CompressedAverage(work, messages, compressor, copies, seed)
+        parts: list[tuple[list[int], Work, torch.Tensor]] = []
+        for indices in _by_dtype(anchors).values():  # a compressor gets tensors of one dtype
+            with torch.no_grad():
+                of_part = [names[index] for index in indices]
+                differences = [anchors[index] - parameters[index] for index in indices]
+                self.error_feedback.add_to(of_part, differences)
+                message = compressor.compress(differences, seed)
+                sent = compressor.decompress(message, differences, seed)
+                # NaN and infinity must not stay in the error feedback, where they would spoil all later steps.
+                errors = [torch.nan_to_num_(whole - part, 0.0, 0.0, 0.0) for whole, part in zip(differences, sent, strict=True)]
+                self.error_feedback.remember(of_part, errors)
+            self.statistics.sends(sum(parameters[index].nbytes for index in indices), message.nbytes)
+            parts.append((indices, *start_exchange(compressor, group, message, seed)))
+        return _CompressedAverage(parts, compressor, [anchor.clone() for anchor in anchors], seed)
+
+
+def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[int]]:
+    """Return the indices of the tensors of each `math_dtype`. Tensors without elements are left out: nothing is sent."""
+    found: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() > 0:
+            found.setdefault(math_dtype(tensor.dtype), []).append(index)
+    return found
 
 
 class _WholeAverage(PendingAverage):
@@ -138,11 +143,8 @@ class _WholeAverage(PendingAverage):
         statistics: HookStatistics,
     ) -> None:
         self._shaped = list(shaped)
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, parameter in enumerate(parameters):
-            by_dtype.setdefault(math_dtype(parameter.dtype), []).append(index)
         self._parts: list[tuple[list[int], torch.Tensor, Work]] = []
-        for dtype, indices in by_dtype.items():
+        for dtype, indices in _by_dtype(parameters).items():
             with torch.no_grad():
                 # A copy: the inner optimizer changes the parameters while the average is under way.
                 flat = torch.cat([parameters[index].to(dtype).reshape(-1) for index in indices])
@@ -162,20 +164,26 @@ class _CompressedAverage(PendingAverage):
     """The anchors minus the mean of the compressed differences."""
 
     def __init__(
-        self, work: Work, messages: torch.Tensor, compressor: Compressor, anchors: list[torch.Tensor], seed: int
+        self,
+        parts: Sequence[tuple[list[int], Work, torch.Tensor]],
+        compressor: Compressor,
+        anchors: list[torch.Tensor],
+        seed: int,
     ) -> None:
-        self._work = work
-        self._messages = messages
+        self._parts = parts
         self._compressor = compressor
         self._anchors = anchors
         self._seed = seed
 
     def _receive(self) -> list[torch.Tensor]:
-        self._work.wait()
-        with torch.no_grad():
-            filled = [anchor for anchor in self._anchors if anchor.numel() > 0]
-            means = iter(self._compressor.mean(self._messages, filled, self._seed))
-            return [anchor - next(means) if anchor.numel() > 0 else anchor for anchor in self._anchors]
+        averages = list(self._anchors)
+        for indices, work, messages in self._parts:
+            work.wait()
+            with torch.no_grad():
+                means = self._compressor.mean(messages, [self._anchors[index] for index in indices], self._seed)
+                for index, mean in zip(indices, means, strict=True):
+                    averages[index] = self._anchors[index] - mean
+        return averages
 
 
 class _SharedAverage(PendingAverage):
