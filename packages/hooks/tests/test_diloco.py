@@ -3,8 +3,10 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -528,3 +530,24 @@ def test_a_compressor_and_its_seed_are_checked_at_once(settings: dict[str, Any],
             DiLoCoOptimizer(inner, model.named_parameters(), group, **settings)
 
     run_ranks(1, body)
+
+
+def test_numbers_of_numpy_give_a_state_that_torch_loads_safely(tmp_path: Path) -> None:
+    def body(group: ProcessGroup) -> tuple[int, Any]:
+        model = small_model()
+        settings: Any = {
+            "sync_every": np.int64(4),
+            "overlap_steps": np.int64(2),
+            "mixing": np.float64(0.5),
+            "seed": np.int64(7),
+        }
+        optimizer = DiLoCoOptimizer(
+            inner(model), model.named_parameters(), group, fragments=np.int64(2), compressor=RandomK(0.5), **settings
+        )
+        train(model, optimizer, group.rank, range(3))  # an average is in progress
+        return len(optimizer.fragments), optimizer.state_dict()
+
+    [(fragments, state)] = run_ranks(1, body)
+    assert fragments == 2
+    torch.save(state, tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=True)["outer"]["iter"] == 3

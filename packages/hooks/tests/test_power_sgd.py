@@ -6,12 +6,21 @@ import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, RoundRobinGroup
 from syncline.collectives.testing import run_ranks
-from syncline.hooks import PowerSGDState, batched_powerSGD_hook, merge_states, powerSGD_hook
+from syncline.hooks import (
+    Phase,
+    PowerSGDState,
+    ScheduleState,
+    allreduce_hook,
+    batched_powerSGD_hook,
+    merge_states,
+    powerSGD_hook,
+)
 from syncline.hooks.testing import FakeBucket
 
 pytestmark = pytest.mark.ranks
@@ -570,3 +579,25 @@ def test_torchs_default_device_has_no_effect(hook: Any) -> None:
         return saved
 
     assert all(saved["seeds"].is_cpu for saved in run_ranks(2, body))
+
+
+def test_numbers_of_numpy_give_a_state_that_torch_loads_safely() -> None:
+    settings: dict[str, Any] = {
+        "matrix_approximation_rank": np.int64(2),
+        "start_powerSGD_iter": np.int64(20),
+        "min_compression_rate": np.float64(1.5),
+        "use_error_feedback": np.bool_(True),
+        "random_seed": np.int32(7),
+    }
+    state, same = PowerSGDState(**settings), PowerSGDState(random_seed=7)
+    assert torch.equal(state.seeds.state(), same.seeds.state())
+    schedule = ScheduleState([Phase(0, allreduce_hook), Phase(np.int64(5), powerSGD_hook, state)])  # type: ignore[arg-type]
+    file = io.BytesIO()
+    torch.save(schedule.state_dict(), file)
+    file.seek(0)
+    schedule.load_state_dict(torch.load(file, weights_only=True))
+
+
+def test_a_seed_that_is_no_integer_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="expected an integer as random_seed, found float"):
+        PowerSGDState(random_seed=1.5)  # type: ignore[arg-type]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -15,7 +16,7 @@ from .low_precision import math_dtype
 from .model_averaging import group_of_ranks
 from .outer_exchange import KnownAverage, OuterExchange, PendingAverage
 from .parameter_names import by_name
-from .saved_state import FORMAT, Origin, check_kind, check_parameters
+from .saved_state import FORMAT, Origin, check_kind, check_parameters, plain_number
 from .seeds import check_seed
 from .sites import Sites
 from .statistics import HookStatistics
@@ -110,12 +111,12 @@ class DiLoCoOptimizer(WrappingOptimizer):
         self._exchange = (
             OuterExchange(group, None, compressor, seed) if sites is None else OuterExchange.between(sites, compressor, seed)
         )
-        self.sync_every = sync_every
-        self.overlap_steps = overlap_steps
+        self.sync_every: int = plain_number(sync_every)
+        self.overlap_steps: int = plain_number(overlap_steps)
         self.steps = 0
         # Broadcast first between sites, then inside each site. So all ranks get the values of the first site's first rank.
         self._broadcast_over = (group,) if sites is None else (sites.between, sites.inside)
-        outer = _OuterSGD(outer_lr, outer_momentum, mixing)
+        outer = _OuterSGD(outer_lr, outer_momentum, plain_number(mixing))
         self._fragments = [_Fragment(part, outer, self._exchange) for part in _divided(parameters, fragments)]
         self._begin()
 
@@ -361,9 +362,9 @@ def _divided(
     parameters: Mapping[str, torch.nn.Parameter], fragments: int | Sequence[Sequence[str]]
 ) -> list[dict[str, torch.nn.Parameter]]:
     names = list(parameters)
-    if isinstance(fragments, int):
+    if isinstance(fragments, SupportsIndex):
         sizes = [parameter.nbytes for parameter in parameters.values()]
-        divided = [[names[index] for index in part] for part in balanced_fragments(sizes, fragments)]
+        divided = [[names[index] for index in part] for part in balanced_fragments(sizes, operator.index(fragments))]
     else:
         divided = [list(part) for part in fragments]
         given = sorted(name for part in divided for name in part)

@@ -13,7 +13,7 @@ from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 from .contract import Bucket
 from .error_feedback import ErrorFeedback
 from .parameter_names import ParameterNames
-from .saved_state import FORMAT, Origin, check_kind, check_parameters
+from .saved_state import FORMAT, Origin, check_kind, check_parameters, plain_number
 from .seeds import SharedSeeds, check_seed
 from .stages import Pipeline
 from .statistics import HookStatistics
@@ -89,14 +89,15 @@ class PowerSGDState:
             start_powerSGD_iter,
         )
         self.process_group = process_group
-        self.matrix_approximation_rank = matrix_approximation_rank
-        self.start_powerSGD_iter = start_powerSGD_iter
-        self.min_compression_rate = min_compression_rate
-        self.use_error_feedback = use_error_feedback
-        self.warm_start = warm_start
-        self.orthogonalization_epsilon = orthogonalization_epsilon
-        self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
-        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+        # A saved state has these settings.
+        self.matrix_approximation_rank: int = plain_number(matrix_approximation_rank)
+        self.start_powerSGD_iter: int = plain_number(start_powerSGD_iter)
+        self.min_compression_rate: float = plain_number(min_compression_rate)
+        self.use_error_feedback = bool(use_error_feedback)
+        self.warm_start = bool(warm_start)
+        self.orthogonalization_epsilon: float = plain_number(orthogonalization_epsilon)
+        self.compression_stats_logging_frequency: int = max(1, plain_number(compression_stats_logging_frequency))
+        self.batch_tensors_with_same_shape = bool(batch_tensors_with_same_shape)
         self.iter = 0
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0

@@ -7,9 +7,10 @@ all ranks' errors. The mean is enough, because training depends only on the mean
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -116,6 +117,11 @@ def check_parameters(saved: Mapping[str, torch.Tensor], shapes: Mapping[str, tor
                 f"the saved state is of another model: parameter '{name}' is {list(error.shape)} there and "
                 f"{list(shapes[name])} here"
             )
+
+
+def plain_number(number: Any) -> Any:
+    """Convert a number of NumPy to an int or a float, because `torch.load(..., weights_only=True)` refuses NumPy's numbers."""
+    return operator.index(number) if isinstance(number, SupportsIndex) else float(number)
 
 
 class Origin:

@@ -11,7 +11,7 @@ from syncline.collectives import InvalidArgumentError, MisuseError
 
 from .contract import Bucket, TensorFuture, communication_hook, names_in
 from .parameter_names import ParameterNames
-from .saved_state import FORMAT, check_kind
+from .saved_state import FORMAT, check_kind, plain_number
 
 _KIND = "schedule"
 
@@ -163,7 +163,7 @@ class ScheduleState:
         self._is_between_steps = True
 
     def _first_steps(self) -> list[int]:
-        return [phase.first_step for phase in self.phases]
+        return [plain_number(phase.first_step) for phase in self.phases]
 
 
 @communication_hook

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import random
+from typing import SupportsIndex
 
 import torch
 
@@ -13,11 +15,13 @@ _LIMIT = 1_000_000_000
 
 
 def check_seed(name: str, seed: int) -> None:
-    """Check that a seed is in 0 to 2**32 - 1. Errors call the seed `name`.
+    """Check that a seed is an integer (also one of NumPy) in 0 to 2**32 - 1. Errors call the seed `name`.
 
     Raises:
-        InvalidArgumentError: the seed is out of range.
+        InvalidArgumentError: the seed is out of range, or not an integer.
     """
+    if not isinstance(seed, SupportsIndex):
+        raise InvalidArgumentError(f"expected an integer as {name}, found {type(seed).__name__}")
     if not 0 <= seed < 2**32:
         raise InvalidArgumentError(f"expected a {name} from 0 to 2**32 - 1, found {seed}")
 
@@ -31,7 +35,7 @@ class SharedSeeds:
 
     def __init__(self, seed: int) -> None:
         # Python and numpy use the same generator, but seed it in different ways. So compute the first state as numpy does.
-        words = [seed]
+        words = [operator.index(seed)]  # an integer of NumPy would overflow below
         for number in range(1, _WORDS):
             words.append((1812433253 * (words[-1] ^ (words[-1] >> 30)) + number) & 0xFFFFFFFF)
         self._random = random.Random()
