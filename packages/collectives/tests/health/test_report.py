@@ -82,8 +82,10 @@ def test_nothing_is_overwritten_and_the_latest_is_read(tmp_path: Path) -> None:
     reports_of(tmp_path, ["a"])
     made = reports_of(tmp_path, ["ab"])
     assert sorted(path.name for path in made.iterdir()) == ["rank-0.1.json", "rank-0.2.json"]
-    (latest,) = read_reports(made)
+    earlier, latest = read_reports(made)
+    assert earlier.groups == ()
     assert len(latest.groups[0].calls) == 2
+    assert "broadcast(float32[2]) #1" in merged([earlier, latest])
 
 
 def test_a_process_writes_only_so_many(tmp_path: Path) -> None:
@@ -135,6 +137,14 @@ def test_what_a_rank_without_report_called_is_not_known(tmp_path: Path) -> None:
 
 def test_the_first_report_says_why(tmp_path: Path) -> None:
     assert "rank 0 reported first: a test" in merged(read_reports(reports_of(tmp_path, ["a", "a"])))
+
+
+def test_the_first_report_is_the_cause_although_its_rank_reports_again(tmp_path: Path) -> None:
+    texts = [(1, 4.0, "SIGUSR1"), (0, 5.0, "the cause"), (1, 6.0, "rank 0 has failed"), (0, 7.0, "another group failed")]
+    for number, (rank, written_at, reason) in enumerate(texts):
+        content = {"rank": rank, "size": 2, "host": "h", "pid": 1, "written_at": written_at, "reason": reason}
+        (tmp_path / f"rank-{rank}.{number}.json").write_text(json.dumps({**content, "groups": [], "stacks": reason}))
+    assert merged(read_reports(tmp_path)).startswith("2 of 2 rank(s) have reported\n\nrank 0 reported first: the cause")
 
 
 def test_the_site_names_the_folder_and_the_variable_goes_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -87,38 +87,48 @@ def _checked(record: type, content: Any) -> dict[str, Any]:
 
 
 def read_reports(folder: Path) -> list[RankReport]:
-    """Return the latest report of each rank, in the order of ranks.
+    """Return all reports, in the order of ranks. The reports of one rank are in the order of time.
+
+    Only the latest report of each rank has its groups and stacks.
 
     Raises:
         InvalidArgumentError: the folder has no report, or has a report that cannot be read.
     """
     latest: dict[int, RankReport] = {}
-    for path in sorted(folder.glob("rank-*.json")):
+    earlier: list[RankReport] = []
+    for path in folder.glob("rank-*.json"):
         try:
             report = RankReport.parse(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidArgumentError(f"{path} is no report of Syncline: {type(error).__name__}: {error}") from error
         # A rank may have written several reports, one for each failing group or signal.
-        if report.rank not in latest or latest[report.rank].written_at < report.written_at:
-            latest[report.rank] = report
+        known = [latest[report.rank]] if report.rank in latest else []
+        *older, latest[report.rank] = sorted([*known, report], key=lambda report: report.written_at)
+        earlier += [replace(one, groups=(), stacks="") for one in older]  # a report may have 3 MB
     if not latest:
         raise InvalidArgumentError(f"expected files rank-*.json in {folder}, found none; give the folder that the error named")
-    return [latest[rank] for rank in sorted(latest)]
+    return sorted([*earlier, *latest.values()], key=lambda report: (report.rank, report.written_at))
 
 
-def merged(reports: Sequence[RankReport]) -> str:
+def merged(every: Sequence[RankReport]) -> str:
     """Return the reports of all ranks as text. A pure function.
 
     The text names the rank that reported first, and its reason. For each group, it has a table of the ranks, and the result of
-    `sentence`.
+    `sentence`. These come from the latest report of each rank.
+
+    Args:
+        every: a result of `read_reports`.
     """
+    reports = list({report.rank: report for report in every}.values())
     missing = sorted(set(range(reports[0].size)) - {report.rank for report in reports})
     lines = [f"{len(reports)} of {reports[0].size} rank(s) have reported"]
     if missing:
         lines.append(
             f"{ranks_in_words(missing)} wrote nothing: not running any more, or not come so far as to notice a failure"
         )
-    first = min(reports, key=lambda report: report.written_at)
+    # A signal asks for a report when a job seems to hang, perhaps long before it fails.
+    causes = [report for report in every if report.reason != _SIGNAL] or every
+    first = min(causes, key=lambda report: report.written_at)
     lines += ["", f"rank {first.rank} reported first: {first.reason}"]
     for name, ranks in _groups(reports):
         lines += ["", f"group '{name}' of {ranks_in_words(ranks)}", *_group_lines(name, ranks, reports)]
@@ -218,9 +228,8 @@ def _folders(folder: Path) -> list[Path]:
 
 def _text(reports: Sequence[RankReport], stacks_of: int | None) -> str:
     shown = [merged(reports)]
-    for report in reports:
-        if report.rank == stacks_of:
-            shown.append(f"the threads of rank {report.rank}, which reported because of: {report.reason}\n{report.stacks}")
+    latest = [report for report in reports if report.rank == stacks_of][-1:]
+    shown += [f"the threads of rank {one.rank}, which reported because of: {one.reason}\n{one.stacks}" for one in latest]
     return "\n\n".join(shown)
 
 
