@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
-from syncline.collectives import InvalidArgumentError, P2POp, ProcessGroup, batch_isend_irecv, irecv, isend
+from syncline.collectives import InvalidArgumentError, P2POp, ProcessGroup, batch_isend_irecv, irecv, isend, recv
 from syncline.collectives.engine.composed import PerDeviceGroup
 from syncline.collectives.testing import run_ranks
 
@@ -51,3 +52,14 @@ def test_a_batch_receives_from_any_rank() -> None:
         assert (received.tolist(), works[0].source_rank()) == ([1.0 + peer] * 2, peer)
 
     run_ranks(2, body)
+
+
+def test_a_fake_tensor_is_received_from_the_named_sender_without_communication() -> None:
+    def body(group: ProcessGroup) -> int:
+        with FakeTensorMode():
+            fake = torch.empty(2)
+            with pytest.raises(InvalidArgumentError, match="expected src or group_src for a FakeTensor"):
+                recv(fake, group=group)
+            return recv(fake, group=group, group_src=1 - group.rank)
+
+    assert run_ranks(2, body) == [1, 0]

@@ -83,7 +83,14 @@ def recv(
     work = irecv(tensor, src, group, tag, group_src)
     work.wait(chosen.timeout_s)
     source = work.source_rank()
-    assert source is not None
+    # A FakeTensor was not received; see Note [Tensors that are no memory] in `tensors.checks`.
+    if source is None:
+        source = _source_in(chosen, src, group_src)
+    if source is None:
+        raise InvalidArgumentError(
+            f"recv on {chosen.place()}: expected src or group_src for a FakeTensor, found neither: no rank sends it, so its "
+            "sender is not known"
+        )
     return chosen.ranks[source]
 
 
