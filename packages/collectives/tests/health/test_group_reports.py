@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from syncline.collectives.engine import engine_group
 from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.health.report import Reporter, merged, read_reports
 from syncline.collectives.testing import run_ranks
-from syncline.collectives.transports.threads import InProcessTransport, SharedState
+from syncline.collectives.transports.threads import InProcessTransport, SharedState, create_groups
 
 pytestmark = pytest.mark.ranks
 
@@ -59,6 +60,29 @@ def test_a_part_of_a_group_reports_too(tmp_path: Path) -> None:
 
     on_ranks(2, tmp_path, body)
     assert "group 'default/0.0' of ranks 0, 1" in merged(read_reports(tmp_path / "syncline-report-today"))
+
+
+def test_the_groups_after_a_loss_are_reported_with_the_ranks_of_the_job(tmp_path: Path) -> None:
+    groups = create_groups(3, timeout_s=10)
+    for rank, group in enumerate(groups):
+        group.report_to(Reporter("today", rank, 3, str(tmp_path)))
+    groups[1].lose()
+
+    def body(rank: int) -> None:
+        smaller = groups[rank].shrink(silence_timeout_s=20)
+        part = smaller.split(0)
+        assert part is not None
+        for each in (smaller, part):
+            each.all_reduce(torch.ones(2))
+        assert smaller.reporter is not None
+        smaller.reporter.write("a test")
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(body, (0, 2)))
+    said = merged(read_reports(tmp_path / "syncline-report-today"))
+    for name in ("default", "default/0.0"):
+        lines = said.partition(f"group '{name}' of ranks 0, 2\n")[2].splitlines()
+        assert lines[3] == "all made the same calls, and finished them"
 
 
 def test_whoever_interrupts_the_program_finds_no_folder(tmp_path: Path) -> None:

@@ -465,6 +465,7 @@ class HostGroup(EngineGroup):
             leavers=None if self._leavers is None else self._leavers.part(name, members),
             liveness=None if liveness is None else liveness.part(members, rank, transport.lost_ranks),
         )
+        made.recorder.members = tuple(self.recorder.members[member] for member in members)
         made.report_to(self._reporter)
         made.warn_of_stalls(self._stall_warning_s)
         return made

@@ -30,13 +30,17 @@ class Recorder:
 
     Any thread may call the methods. The group calls `begin` for one call at a time, in the order in which the calls run.
 
-    `ranks` are the group's ranks in the job.
+    `ranks` are the group's ranks in the default group.
+
+    Attributes:
+        members: the group's ranks in the job, as it began. After `shrink`, these differ from `ranks`.
     """
 
     def __init__(self, group_name: str, rank: int, ranks: Sequence[int], count: CallCount | None = None) -> None:
         self.group_name = group_name
         self.rank = rank
         self.ranks = tuple(ranks)
+        self.members = self.ranks
         self.count = count or CallCount()
         self._calls: deque[Call] = deque(maxlen=MOST_CALLS)
         self.add = self._calls.append  # not a method, because every call uses it and a method would cost one more call

@@ -342,7 +342,7 @@ class Reporter:
                 {
                     "name": recorder.group_name,
                     "rank": recorder.rank,
-                    "ranks": recorder.ranks,
+                    "ranks": recorder.members,  # a reporter keeps its rank after `shrink`
                     "calls": [record.as_dict() for record in recorder.records()],
                 }
                 for recorder in recorders

@@ -41,6 +41,7 @@ class ShrinkableGroup(HostGroup):
         self._reconnector = reconnector
         self._generation = generation
         self._options = options
+        self.recorder.members = generation.members
 
     @override
     def missing_for_shrink(self) -> str | None:
