@@ -1229,6 +1229,32 @@ def test_a_loader_that_cannot_begin_again_is_refused(wrap: Callable[[Any], Any])
     run_ranks(1, body)
 
 
+def test_a_loader_that_returns_itself_and_begins_again_may_be_used() -> None:
+    """Such as Lightning's `CombinedLoader`."""
+
+    class BeginsAgain:
+        def __init__(self, loader: DataLoader[Any]) -> None:
+            self.loader = loader
+
+        def __iter__(self) -> Iterator[Any]:
+            self.batches = iter(self.loader)
+            return self
+
+        def __next__(self) -> Any:
+            return next(self.batches)
+
+    def body(group: ProcessGroup) -> int:
+        training = Training(group)
+        for _ in range(2):
+            for batch in itertools.islice(training.elastic.batches(BeginsAgain(training.loader)), 2):
+                with training.elastic.step():
+                    training.model(*batch).mean().backward()
+                    training.optimizer.step()
+        return training.elastic.applied_steps
+
+    assert run_ranks(1, body) == [4]
+
+
 def test_a_loader_that_gives_no_batch_before_the_epoch_ends_is_refused() -> None:
     class Ends:
         """Gives two batches, then none."""

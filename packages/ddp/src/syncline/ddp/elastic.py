@@ -227,8 +227,8 @@ class Elastic:
 
         Args:
             loader: an iterable over this rank's shares, in the order of the sampler; usually a `DataLoader`. If the group
-                changes, `batches` iterates over the loader again. So the loader must not be an iterator, such as a generator
-                or `map(...)`.
+                changes, `batches` iterates over the loader again. So `iter(loader)` must begin again, which an iterator, such
+                as a generator or `map(...)`, cannot do.
 
         Raises:
             MisuseError: the loop's body did not use a batch in `with elastic.step():`, or `close` was called before. Or the
@@ -646,7 +646,10 @@ class Elastic:
 def _new_pass(loader: Iterable[Batch]) -> Iterator[Batch]:
     iterator = iter(loader)
     # An iterator cannot begin again. After a loss it would go on behind batches that were not applied, and with old shares.
-    if iterator is loader:
+    # Some loaders also return themselves, but begin again in their `__iter__` (Lightning's `CombinedLoader`). The `__iter__` of
+    # an iterator is written in C, or uses no name but `self`.
+    code = getattr(type(loader).__iter__, "__code__", None) if iterator is loader else None
+    if iterator is loader and (code is None or not (code.co_names or code.co_freevars)):
         raise MisuseError(
             f"expected a loader that can begin again, such as a DataLoader, found an iterator ({type(loader).__name__}): pass "
             "the loader itself to batches(), and change the batches in the loop's body"
