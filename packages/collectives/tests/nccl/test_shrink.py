@@ -59,6 +59,8 @@ def lose_one(make: Callable[[FakeNccl, InProcessGroup], tuple[ProcessGroup, Nccl
         shrunk = group.shrink(silence_timeout_s=20)
         now = shrunk.groups["cuda"] if isinstance(shrunk, PerDeviceGroup) else shrunk
         found = shrunk.members, shrunk.rank, now.members, summed(now, 1.0 + rank)
+        for each in (now, now.subset([0, 1], "both")):
+            assert each.recorder.members == (0, 2), "the reports' ranks are those with which the job began"
         with pytest.raises(GroupClosedError, match="there is a newer group already"):
             broken.all_reduce(torch.ones(1))
         part.abort()

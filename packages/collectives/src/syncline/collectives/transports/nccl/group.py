@@ -485,6 +485,7 @@ class NcclGroup(EngineGroup):
             check_calls=self._checks_calls,
             owns_rendezvous=False,
         )
+        made.recorder.members = tuple(self.recorder.members[member] for member in members)
         made.report_to(self._reporter)
         return made
 
@@ -619,6 +620,7 @@ class NcclGroup(EngineGroup):
         connector = Connector(before.nccl, before.runtime, rendezvous, range(host.size), host.rank, self.name)
         made = type(self)(connector, timeout_s=self.timeout_s, reproducible=self._reproducible, check_calls=self._checks_calls)
         self._is_replaced = True
+        made.recorder.members = host.members
         made.report_to(self._reporter)
         return made
 
