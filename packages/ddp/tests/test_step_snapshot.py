@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -142,3 +146,22 @@ def test_a_buffer_whose_elements_are_repeated_is_put_back() -> None:
     snapshot.restore()
     assert module.mask.tolist() == [[0, 1, 2]] * 2
     assert module.mask.stride() == (0, 1)
+
+
+def test_only_one_copy_of_a_hooks_error_feedback_is_kept() -> None:
+    class State:
+        latest: Callable[[], Any] = staticmethod(lambda: None)
+
+        def state_dict(self) -> dict[str, Any]:
+            assert self.latest() is None, "the copy of the earlier step is still there"
+            error = torch.ones(2, 2)
+            self.latest = weakref.ref(error)
+            return {"errors": {"weight": error}}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError("no step is repeated")
+
+    module, state, snapshot = torch.nn.Linear(2, 2), State(), None
+    for _ in range(3):
+        snapshot = StepSnapshot(module, hook_state=state, earlier=snapshot)
+    assert state.latest() is not None

@@ -59,7 +59,9 @@ class StepSnapshot:
         self._states = [(each, copy.deepcopy(each.state_dict())) for each in stateful]
         # A backward may have left out another part of each gradient, before it failed.
         self._hook_state = HookState(hook_state)
-        self._hook_values = self._hook_state.copy()
+        if earlier is not None:
+            earlier._hook_values = {}  # errors may be as large as the model, so never keep two copies of them
+        self._hook_values: dict[str, Any] = self._hook_state.copy()
         # The script may have set gradients to None since the latest step.
         self._gradients = [(each, each.grad.detach().clone()) for each in accumulated if each.grad is not None]
         self._layouts = [(each, each.grad.layout) for each in stepped if each.grad is not None]
