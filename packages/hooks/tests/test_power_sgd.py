@@ -598,6 +598,11 @@ def test_numbers_of_numpy_give_a_state_that_torch_loads_safely() -> None:
     schedule.load_state_dict(torch.load(file, weights_only=True))
 
 
+@pytest.mark.parametrize("rate", [np.array(1.5), torch.tensor(1.5)])
+def test_a_setting_may_be_an_array_or_a_tensor_of_one_number(rate: Any) -> None:
+    assert PowerSGDState(min_compression_rate=rate).min_compression_rate == 1.5
+
+
 def test_a_seed_that_is_no_integer_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="expected an integer as random_seed, found float"):
         PowerSGDState(random_seed=1.5)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 
@@ -121,7 +121,11 @@ def check_parameters(saved: Mapping[str, torch.Tensor], shapes: Mapping[str, tor
 
 def plain_number(number: Any) -> Any:
     """Convert a number of NumPy to an int or a float, because `torch.load(..., weights_only=True)` refuses NumPy's numbers."""
-    return operator.index(number) if isinstance(number, SupportsIndex) else float(number)
+    # Try it: arrays and tensors have `__index__`, also those with a fraction.
+    try:
+        return operator.index(number)
+    except TypeError:
+        return float(number)
 
 
 class Origin:
