@@ -113,6 +113,17 @@ def test_a_state_from_within_an_epoch_fits_the_same_batches_only(change: dict[st
     assert other.applied == 0
 
 
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_a_state_from_the_end_of_an_epoch_fits_other_batches(batch_size: int) -> None:
+    saved, other = ElasticSampler(samples=96, batch_size=8), ElasticSampler(samples=96, batch_size=batch_size)
+    for _ in saved:
+        saved.advance()
+    other.load_state_dict(saved.state_dict())
+    assert other.is_exhausted
+    other.set_epoch(1)
+    assert len(list(other)) == 96 // batch_size
+
+
 def test_numpys_integers_become_ints_in_a_saved_state() -> None:
     sampler = ElasticSampler(np.int64(8), np.int64(4), seed=np.int64(1))  # type: ignore[arg-type]
     assert {type(value) for value in sampler.state_dict().values()} == {int, bool}

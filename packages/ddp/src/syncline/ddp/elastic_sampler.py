@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
@@ -139,15 +140,18 @@ class ElasticSampler(Sampler[list[int]]):
             MisuseError: `state` was saved within an epoch by a sampler with other arguments, so it has other batches.
         """
         # A dict that the script has made itself may lack the arguments.
-        different = [name for name, value in self.settings.items() if state.get(name, value) != value]
-        if different and state["applied"] > 0:
-            name = different[0]
-            raise MisuseError(
-                f"the saved state is of a sampler with {name}={state[name]}, this one has {name}={self.settings[name]}, and "
-                f"batches of epoch {state['epoch']} are applied already: construct it with the saved value, or begin an epoch "
-                'by load_state_dict({"epoch": ..., "applied": 0})'
-            )
-        self.epoch, self.applied = state["epoch"], state["applied"]
+        saved: dict[str, Any] = {name: state.get(name, value) for name, value in self.settings.items()}
+        applied = state["applied"]
+        if saved != self.settings and applied > 0:
+            if applied < len(ElasticSampler(**saved)):
+                name = next(name for name, value in self.settings.items() if saved[name] != value)
+                raise MisuseError(
+                    f"the saved state is of a sampler with {name}={saved[name]}, this one has {name}={self.settings[name]}, "
+                    f"and batches of epoch {state['epoch']} are applied already: construct it with the saved value, or begin "
+                    'an epoch by load_state_dict({"epoch": ..., "applied": 0})'
+                )
+            applied = len(self)  # at the end of an epoch, no batch is left, whatever the batches were
+        self.epoch, self.applied = state["epoch"], applied
 
     def _share(self, number: int) -> tuple[int, int]:
         return share_bounds(self._rank, self._ranks, *batch_bounds(number, self._batches, self._samples))
