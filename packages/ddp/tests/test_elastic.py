@@ -1227,7 +1227,9 @@ def test_a_model_that_is_not_on_the_cpu_is_refused_at_once(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    "wrap", [iter, enumerate, lambda loader: (batch for batch in loader)], ids=["iter", "enumerate", "generator"]
+    "wrap",
+    [lambda loader: map(list, loader), enumerate, lambda loader: (batch for batch in loader)],
+    ids=["map", "enumerate", "generator"],
 )
 def test_a_loader_that_cannot_begin_again_is_refused(wrap: Callable[[Any], Any]) -> None:
     """After a loss it would go on behind the batch that was not applied."""
@@ -1253,6 +1255,9 @@ def test_a_loader_that_returns_itself_and_begins_again_may_be_used() -> None:
 
         def __next__(self) -> Any:
             return next(self.batches)
+
+        def __len__(self) -> int:
+            return len(self.loader)
 
     def body(group: ProcessGroup) -> int:
         training = Training(group)

@@ -646,10 +646,8 @@ class Elastic:
 def _new_pass(loader: Iterable[Batch]) -> Iterator[Batch]:
     iterator = iter(loader)
     # An iterator cannot begin again. After a loss it would go on behind batches that were not applied, and with old shares.
-    # Some loaders also return themselves, but begin again in their `__iter__` (Lightning's `CombinedLoader`). The `__iter__` of
-    # an iterator is written in C, or uses no name but `self`.
-    code = getattr(type(loader).__iter__, "__code__", None) if iterator is loader else None
-    if iterator is loader and (code is None or not (code.co_names or code.co_freevars)):
+    # Some loaders also return themselves, but they have a length, and begin again (Lightning's `CombinedLoader`).
+    if iterator is loader and not hasattr(loader, "__len__"):
         raise MisuseError(
             f"expected a loader that can begin again, such as a DataLoader, found an iterator ({type(loader).__name__}): pass "
             "the loader itself to batches(), and change the batches in the loop's body"
