@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -809,10 +809,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         if self._tunes_buckets:
             check_can_tune(self.device, self.find_unused_parameters and not self.static_graph, bool(sparse))
             self._bucket_caps_bytes = measuring_caps(sum(parameter.nbytes for _, parameter in parameters))
-        with ExitStack() as unfrozen:
-            # Unfreeze frozen parameters only for this constructor, which registers hooks.
-            for _, parameter in parameters:
-                unfrozen.enter_context(hookable(parameter))
+        # Unfreeze frozen parameters only for this constructor, which registers hooks.
+        with hookable(*(parameter for _, parameter in parameters)):
             reducer = Reducer(
                 parameters,
                 group,

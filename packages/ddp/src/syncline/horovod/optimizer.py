@@ -29,7 +29,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
@@ -562,10 +562,8 @@ class _GradientCombining:
         order, caps_bytes = _bucket_order([self._named[number] for number in numbers], self._groups)
         self._members = [numbers[position] for position in order]
         named = [self._named[number] for number in self._members]
-        with ExitStack() as unfrozen:
-            # Unfreeze frozen parameters only for this constructor, which registers hooks.
-            for _, parameter in named:
-                unfrozen.enter_context(hookable(parameter))
+        # Unfreeze frozen parameters only for this constructor, which registers hooks.
+        with hookable(*(parameter for _, parameter in named)):
             reducer = Reducer(
                 named,
                 self._process_set.group(),

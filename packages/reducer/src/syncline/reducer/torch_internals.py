@@ -109,15 +109,15 @@ class _HeldHook:
 
 
 @contextmanager
-def hookable(parameter: torch.nn.Parameter) -> Iterator[None]:
-    """A context in which a frozen parameter accepts hooks."""
-    was_frozen = not parameter.requires_grad
-    if was_frozen:
-        parameter.requires_grad_(True)
+def hookable(*parameters: torch.nn.Parameter) -> Iterator[None]:
+    """A context in which frozen parameters accept hooks. If torch refuses to unfreeze one, the others are frozen again."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
         yield
     finally:
-        if was_frozen:
+        for parameter in frozen:
             parameter.requires_grad_(False)
 
 
