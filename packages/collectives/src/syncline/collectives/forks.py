@@ -7,6 +7,8 @@ forked. The other ranks do not know about the child. So in a child:
 
 - *Groups* raise `GroupClosedError` at every call; `close` and `abort` do nothing. `rank` and `size` still work. A wait for a
   call of the parent raises `GroupClosedError`, too. A child may make its own groups.
+- *Stores*: a `GroupStore` raises `GroupClosedError` at every call. A child has its own copy of an `InMemoryStore`. Servers of
+  the parent do not run in a child.
 - *Windows* (memory that the ranks of a node share) become private memory. The tensors that the program allocated there on this
   rank keep the values that they had at the fork. All other bytes are zeros.
 - *Hooks of reducers* are removed from the parameters, so a backward in a child sends nothing.

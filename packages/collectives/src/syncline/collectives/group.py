@@ -37,7 +37,7 @@ class ProcessGroup(ABC):
     CUDA, the current stream waits for the collective instead). With `async_op=True` do not read or write the tensors until the
     work's `wait()` returns.
 
-    **Tensors.** Any dtype that torch can copy can be sent; `ReduceOp` lists the dtypes of each reduction. A tensor's device
+    **Tensors.** A group sends every dtype that torch can copy; `ReduceOp` lists the dtypes of each reduction. A tensor's device
     must be of a type in `device_types`. All tensors that a rank passes to one call are on one type of device. Outputs are
     written in place, also if they are not contiguous. Tensors may be empty or without dimensions. If an argument is wrong on
     this rank, the method raises an error before it issues the call, and the group stays usable.
@@ -696,7 +696,7 @@ class ProcessGroup(ABC):
             silence_timeout_s: on a member, how many seconds to wait for another member that is not known to have ended, but
                 does not call `admit`; see `shrink`. On a newcomer, how many seconds to wait until the members let it in.
             limit: at most this number of newcomers enter the group, those that came first. 0 or above. None: all newcomers
-                enter.
+                enter. If a newcomer dies during the call, no other newcomer takes its place.
 
         Returns:
             The new group, with the name and the time limit of this group.

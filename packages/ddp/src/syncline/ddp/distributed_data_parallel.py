@@ -446,7 +446,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """Whether gradients of this rank wait for averaging, such as after a backward in `no_sync`.
 
         A backward without averaging sets the value to True, and the next backward with averaging sets it to False. `zero_grad`
-        does not change the value.
+        does not change the value. Hooks may read the value during a backward.
         """
         return self._reducer.has_local_gradients
 

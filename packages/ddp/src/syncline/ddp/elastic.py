@@ -227,8 +227,8 @@ class Elastic:
 
         Args:
             loader: an iterable over this rank's shares, in the order of the sampler; usually a `DataLoader`. If the group
-                changes, `batches` iterates over the loader again. So `iter(loader)` must begin again, which an iterator, such
-                as a generator or `map(...)`, cannot do.
+                changes, `batches` iterates over the loader again, so `iter(loader)` must begin again. An iterator, such as a
+                generator or `map(...)`, cannot begin again.
 
         Raises:
             MisuseError: the loop's body did not use a batch in `with elastic.step():`, or `close` was called before. Or the
@@ -645,7 +645,7 @@ class Elastic:
 
 def _new_pass(loader: Iterable[Batch]) -> Iterator[Batch]:
     iterator = iter(loader)
-    # An iterator cannot begin again. After a loss it would go on behind batches that were not applied, and with old shares.
+    # An iterator cannot begin again. After a loss it would leave out batches that were not applied, and give old shares.
     # Some loaders also return themselves, but they have a length, and begin again (Lightning's `CombinedLoader`).
     if iterator is loader and not hasattr(loader, "__len__"):
         raise MisuseError(

@@ -57,7 +57,7 @@ class StepSnapshot:
             for group in optimizer.param_groups
         ]
         self._states = [(each, copy.deepcopy(each.state_dict())) for each in stateful]
-        # A backward may have left out another part of each gradient, before it failed.
+        # A backward may replace the hook's errors before this backward fails.
         self._hook_state = HookState(hook_state)
         if earlier is not None:
             earlier._hook_values = {}  # errors may be as large as the model, so never keep two copies of them

@@ -197,8 +197,8 @@ class HookState:
     """The state of a communication hook. Ranks can share a state if it has `state_dict` and `load_state_dict`.
 
     A failed step may have changed the state on some ranks only. So after a recovery all ranks take the state of one rank, but
-    keep their own errors of error feedback (the parts of gradients that compression left out). Before a step is repeated, these
-    errors become those from before the step.
+    keep their own errors of error feedback (the parts of gradients that compression left out). Before a step is repeated, each
+    rank restores the errors that it had before the step.
     """
 
     def __init__(self, state: Any) -> None:

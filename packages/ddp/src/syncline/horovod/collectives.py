@@ -610,9 +610,9 @@ def synchronize(handle: Handle | Callable[[], torch.Tensor]) -> Any:
 def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where the others' tensors are
     """Take part in the `allreduce`s and optimizer steps of the other ranks with zeros, until all ranks have called `join`.
 
-    The rank also takes part in the backwards of these `allreduce`s. There is one exception: if a backward reaches an
-    `allreduce` after it has begun to reduce the gradients of a `DistributedOptimizer`, a joined rank cannot take part. Then the
-    ranks raise a `DisagreementError`.
+    The rank also takes part in the backwards of these `allreduce`s, with one exception. A backward may begin to reduce the
+    gradients of a `DistributedOptimizer`, and reach an `allreduce` afterwards. A joined rank cannot take part in the backward
+    of this `allreduce`, so the ranks raise a `DisagreementError`.
 
     Call `join` on a rank that has no data left. While only some ranks have joined, the other ranks may only compute sums and
     averages over all ranks; all other collectives over all ranks raise an error. Do not call a collective of a process set that

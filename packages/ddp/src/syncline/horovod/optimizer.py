@@ -17,8 +17,8 @@ backward, gradients that the script has set, and the first gradient of a paramet
 The first step has no reduction 1. In this step, the agreement tells all ranks which parameters have a gradient, and which
 gradients are sparse. Then each rank makes a reducer for these parameters. This reducer allows unused parameters.
 
-A rank that has called `join` also takes part in 1, 2 and 3, and contributes zeros. With an `op` other than `Average` and `Sum`,
-zeros would be wrong, so 1 and 2 raise an error instead on the ranks that have not joined.
+A rank that has called `join` also takes part in 1, 2 and 3, and contributes zeros. For an `op` other than `Average` and `Sum`,
+zeros would be wrong. So with such an `op`, 1 and 2 raise an error on the ranks that have not joined.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         backward_passes_per_step: the largest number of gradients that a parameter may get before a step. Only the last backward
             reduces the gradients over the ranks.
         op: `Average`, `Sum`, `Min`, `Max` or `Product` of gradients. With `Adasum`, each rank first steps with its own
-            gradients. Then the ranks combine the changes of the parameters.
+            gradients. Then the ranks combine the changes of the parameters. With `Min`, `Max` or `Product`, a reduction over
+            all ranks raises a `MisuseError` while some ranks have called `join`.
         gradient_predivide_factor: only with `Average`: divide gradients by this factor before the sum over the ranks, and by
             (number of ranks / factor) after the sum.
         num_groups: deprecated; the same as `groups`.

@@ -271,8 +271,8 @@ _next_id = 1
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Make a group of a process set's ranks, and return the set. Every rank calls this function, also ranks outside of the set.
 
-    A list of ranks is the same on all ranks. Communicators may differ, as those of an `MPI.Comm.Split` do: then each rank gets
-    the set of its own communicator.
+    All ranks pass the same list of ranks. But ranks may pass different communicators, such as the results of one
+    `MPI.Comm.Split`. Then each rank gets the set of its own communicator.
 
     Raises:
         InvalidArgumentError: a set with the same ranks already exists, a rank does not exist, or communicators of several ranks

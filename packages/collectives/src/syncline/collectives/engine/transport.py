@@ -26,8 +26,8 @@ class Request(ABC):
     def wait(self, scope: CancelScope) -> None:
         """Block until the request is over. Only one thread at a time calls this method.
 
-        A request that copies a message to the program's tensor by torch, here or in `test`, does so in the context
-        `tensors.layout.untracked`, because the tensor may require a gradient.
+        The program's tensor may require a gradient. So if a request uses torch to copy a message to this tensor, here or in
+        `test`, it must enter the context `tensors.layout.untracked`.
 
         Raises:
             TimeoutError: the scope's time limit was reached. The caller may wait again. But over Gloo the next wait raises a

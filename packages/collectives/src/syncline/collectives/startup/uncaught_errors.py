@@ -88,8 +88,9 @@ def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool, 
     """Set an excepthook that prints an exception in full on one rank of a node. See Note [Who speaks].
 
     Before the ranks are connected, they do not know which other processes belong to their run. If ranks with the same parent
-    process end with `failure` and the same text, only the first rank prints it in full. `failure` is the exception that
-    `init_process_group` raises. The hook calls `is_connected`. `has_siblings` says whether a launcher started this process.
+    process end with `failure` and the same text, only the first rank prints the text in full, and each other rank prints one
+    line. `failure` is the exception that `init_process_group` raises. The hook calls `is_connected`. `has_siblings` says
+    whether a launcher started this process.
     """
     # The program may catch this exception, go on, and end with another one, which is its own. A mark on the exception does not
     # keep the frames of its traceback alive, as a reference would.

@@ -135,7 +135,7 @@ class LockedStore(Store):
 
 
 class _Table:
-    """What the handles of an `InMemoryStore` share: a handle, and its clones."""
+    """The values of an `InMemoryStore`, and their lock. A store and its clones share one object."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}

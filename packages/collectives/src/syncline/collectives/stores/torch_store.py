@@ -114,8 +114,8 @@ class FromTorchStore(Store):
     """A store of torch as a `Store` of Syncline.
 
     Four differences from other stores remain. FileStore counts an internal key in `num_keys`. TCPStore closes the connection of
-    a client that calls `add` on a value that is not a number. `add` takes a value that begins with a number, such as " 3abc",
-    for this number. A sum that does not fit into 64 bits wraps around without an error.
+    a client that calls `add` on a value that is not a number. If a value begins with a number, such as " 3abc", `add` uses this
+    number. If a sum does not fit into 64 bits, it wraps around without an error.
 
     Args:
         timeout: seconds or a timedelta; None takes the limit that `store` has now.

@@ -345,7 +345,8 @@ class NcclGroup(EngineGroup):
     def coalescing(self) -> Iterator[None]:
         """Return a context manager in which all collectives of this thread become one call of NCCL, with one `Work` object.
 
-        The collectives must have `async_op=True`. The context does not affect `send` and `recv`.
+        The collectives must have `async_op=True`. Each collective waits for the stream that is current when the program issues
+        the collective. The context does not affect `send` and `recv`.
 
         Raises:
             MisuseError: a call has `async_op=False`, is a barrier, or takes several steps (see `NcclPlan`). Or another such
@@ -522,7 +523,7 @@ class NcclGroup(EngineGroup):
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
         """As `ProcessGroup.agree_on_calls`. With `async_op`, return None at once, and let another thread compare the calls."""
-        # As a group of the host. If the group has failed, the wait below or the next call raises the failure.
+        # A group of the host refuses this, too. If the group has failed, the wait below or the next call raises the failure.
         if self._compares_later and self._closed:
             raise self._refusal(Signature("agree_on_calls"))
         if async_op:

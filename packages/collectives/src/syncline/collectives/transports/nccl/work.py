@@ -28,7 +28,8 @@ class Batch:
     Attributes:
         calls: the calls, until the group puts them on its stream.
         work: the work of all calls; None before the first call.
-        after: for each stream that was current at a call, by handle, an event before the last such call.
+        after: an event for each stream that was current at a call, by the stream's handle. The event was recorded at the last
+            call that was issued while the stream was current.
         is_issued: whether the group has begun to put the calls on its stream.
     """
 
