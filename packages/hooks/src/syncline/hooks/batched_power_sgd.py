@@ -9,7 +9,7 @@ import torch
 from syncline.collectives import ProcessGroup, ReduceOp
 
 from .contract import Bucket, TensorFuture, communication_hook
-from .low_precision import math_dtype, without_autocast
+from .low_precision import math_dtype, plain_math
 from .orthogonalize import orthogonalize
 from .power_sgd import run
 from .power_sgd_state import PowerSGDState, padding_of
@@ -50,7 +50,7 @@ def _bucketwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> St
     side = math.isqrt(buffer.numel() - 1) + 1
     rank = min(side, state.matrix_approximation_rank)
     layout = padding_of(state.names.of(bucket))
-    with torch.no_grad(), without_autocast(buffer.device), state.statistics.stage("compress"):
+    with plain_math(buffer.device), state.statistics.stage("compress"):
         padded = torch.zeros(side * side, dtype=math_dtype(buffer.dtype), device=buffer.device)
         padded[: buffer.numel()] = buffer
         if state.use_error_feedback:
@@ -61,13 +61,13 @@ def _bucketwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> St
         wire = p.reshape(-1).to(buffer.dtype)
     state.count(bucket, 2 * side * rank)
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
-    with torch.no_grad(), without_autocast(buffer.device), state.statistics.stage("second factor"):
+    with plain_math(buffer.device), state.statistics.stage("second factor"):
         # torch adds the epsilon to the norm of a sum over the ranks. Our `p` is a mean, so the epsilon is divided, too.
         p = orthogonalize(wire.view(p.shape).to(p.dtype), state.orthogonalization_epsilon / group.size)
         q = torch.bmm(matrix.transpose(1, 2), p)
         wire = q.reshape(-1).to(buffer.dtype)
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
-    with torch.no_grad(), without_autocast(buffer.device), state.statistics.stage("decompress"):
+    with plain_math(buffer.device), state.statistics.stage("decompress"):
         q = wire.view(q.shape).to(q.dtype)
         # A single NaN or infinity makes the sum not finite. `wire` has the same bits on all ranks, so all ranks decide alike.
         is_sound = bool(torch.isfinite(wire.sum(dtype=q.dtype)))

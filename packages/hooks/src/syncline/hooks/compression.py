@@ -12,7 +12,7 @@ from syncline.collectives import MisuseError
 from .compressor import Compressor, check_compressor, start_exchange
 from .contract import Bucket, TensorFuture, communication_hook, floating_buffer, group_of
 from .error_feedback import ErrorFeedback
-from .low_precision import math_dtype, without_autocast
+from .low_precision import math_dtype, plain_math
 from .parameter_names import ParameterNames
 from .saved_state import FORMAT, Origin, check_kind, check_parameters
 from .seeds import SharedSeeds, check_seed
@@ -150,14 +150,14 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     # Do this before the error feedback is used, because `settle` drops errors that another rank saved.
     state.origin.settle(group.rank, group.size, state.error_feedback)
     seed = state.seeds.next()
-    with torch.no_grad(), without_autocast(buffer.device), state.statistics.stage("compress"):
+    with plain_math(buffer.device), state.statistics.stage("compress"):
         message, gradients = _compressed(state, bucket, seed)
     state.statistics.sends(buffer.nbytes, message.nbytes)
     work, messages = start_exchange(state.compressor, group, message, seed)
 
     def decompress(done: torch.futures.Future[Any]) -> torch.Tensor:
         done.value()
-        with torch.no_grad(), without_autocast(buffer.device), state.statistics.stage("decompress"):
+        with plain_math(buffer.device), state.statistics.stage("decompress"):
             for gradient, mean in zip(gradients, state.compressor.mean(messages, gradients, seed), strict=True):
                 gradient.copy_(mean)
         return buffer

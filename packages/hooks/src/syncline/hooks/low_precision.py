@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -12,9 +13,12 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which operations keep the dtypes of their arguments.
+@contextmanager
+def plain_math(device: torch.device) -> Iterator[None]:
+    """A context in which torch records no gradients, and operations keep the dtypes of their arguments.
 
     A script may call `backward()` inside `torch.autocast`. Then a matrix product in a hook would return 16 bits.
     """
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+    autocast = torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+    with torch.no_grad(), autocast:
+        yield

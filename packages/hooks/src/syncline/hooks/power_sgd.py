@@ -12,7 +12,7 @@ from syncline.collectives import MisuseError, ProcessGroup, ReduceOp
 from .allreduce import allreduce_hook
 from .contract import Bucket, TensorFuture, communication_hook, floating_buffer, group_of
 from .error_feedback import ErrorFeedback
-from .low_precision import math_dtype, without_autocast
+from .low_precision import math_dtype, plain_math
 from .low_rank import MatrixPlan, plan_matrix
 from .orthogonalize import orthogonalize
 from .power_sgd_state import PowerSGDState
@@ -128,14 +128,14 @@ class _Batch:
 
 def _layerwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Stages:
     buffer, statistics = bucket.buffer(), state.statistics
-    with torch.no_grad(), without_autocast(buffer.device), statistics.stage("compress"):
+    with plain_math(buffer.device), statistics.stage("compress"):
         plain, batches = _divided(state, bucket)
         qs = [orthogonalize(q, state.orthogonalization_epsilon) for q in _first_factors(state, batches, buffer.dtype)]
         ps = [torch.bmm(batch.matrices, q) for batch, q in zip(batches, qs, strict=True)]
         wire = _packed([*plain, *ps], buffer.dtype)
     state.count(bucket, wire.numel() + sum(q.numel() for q in qs))
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
-    with torch.no_grad(), without_autocast(buffer.device), statistics.stage("second factor"):
+    with plain_math(buffer.device), statistics.stage("second factor"):
         _unpack(wire, [*plain, *ps])
         # No gradient of this bucket is compressed, so there is no second all_reduce.
         if not batches:
@@ -146,7 +146,7 @@ def _layerwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Sta
         qs = [torch.bmm(batch.matrices.transpose(1, 2), p) for batch, p in zip(batches, ps, strict=True)]
         wire = _packed(qs, buffer.dtype)
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
-    with torch.no_grad(), without_autocast(buffer.device), statistics.stage("decompress"):
+    with plain_math(buffer.device), statistics.stage("decompress"):
         _unpack(wire, qs)
         # A single NaN or infinity makes the sum not finite. All ranks decide alike: they have the same bits in `wire`.
         is_sound = bool(torch.isfinite(wire.sum(dtype=math_dtype(buffer.dtype))))
