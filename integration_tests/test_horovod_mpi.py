@@ -1065,19 +1065,25 @@ def test_random_programs_train_as_one_process_does(seed: int) -> None:
     play(draw(seed, hvd.size()))
 
 
+def train_in_two_worlds(model: torch.nn.Module, optimizer: Any, before_the_second: Callable[[], None] = lambda: None) -> None:
+    """Train for four steps, with `shutdown` and `init` after two."""
+    for step in range(4):
+        if step == 2:
+            before_the_second()
+            hvd.shutdown()
+            hvd.init()
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+
+
 def test_an_optimizer_goes_on_after_shutdown_and_init() -> None:
     hvd.shutdown()
     with as_default(None):  # groups of its own, which `shutdown` closes
         hvd.init()
         model = net()
         optimizer = wrapped(model)
-        for step in range(4):
-            if step == 2:
-                hvd.shutdown()
-                hvd.init()
-            optimizer.zero_grad()
-            loss_of(model, hvd.rank(), step).backward()
-            optimizer.step()
+        train_in_two_worlds(model, optimizer)
         assert_same(model, train_locally(net(), 4))
         hvd.shutdown()
 
@@ -1274,14 +1280,7 @@ def test_only_the_members_of_a_process_set_need_to_make_its_optimizer() -> None:
             made.append(wrapped(net(), process_set=process_set))
     model = net()
     optimizer = wrapped(model)
-    for step in range(4):
-        if step == 2:
-            made.clear()
-            hvd.shutdown()
-            hvd.init()
-        optimizer.zero_grad()
-        loss_of(model, hvd.rank(), step).backward()
-        optimizer.step()
+    train_in_two_worlds(model, optimizer, before_the_second=made.clear)
     assert_same(model, train_locally(net(), 4))
     assert hvd.join() == hvd.size() - 1
 

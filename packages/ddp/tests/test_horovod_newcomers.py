@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from syncline.collectives.testing.processes import run_processes
+from test_support.jobs import LIMIT_S
 
 pytestmark = pytest.mark.launch
 
@@ -16,7 +17,7 @@ JOB = Path(__file__).with_name("horovod_newcomers_job.py")
 def results(folder: Path, processes: int, moment: str) -> list[str]:
     """Of all processes but process 0, which is killed."""
     (folder / "moment").write_text(moment)
-    run_processes(JOB, processes, folder, killed=frozenset({0}), timeout_s=180)
+    run_processes(JOB, processes, folder, killed=frozenset({0}), timeout_s=LIMIT_S)
     return [(folder / f"result-{number}").read_text() for number in range(1, processes)]
 
 
