@@ -7,10 +7,11 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,25 +55,12 @@ def check(command: Sequence[str | Path], *, remedy: str = "see the output above"
 def capture(command: Sequence[str | Path], *, timeout_s: float, cwd: Path, env: Mapping[str, str]) -> Outcome:
     """Run `command`, keep its output, and end it with all its children after `timeout_s`."""
     show(command)
-    process = subprocess.Popen(
-        [str(word) for word in command],
-        cwd=cwd,
-        env=merged(env),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-        return Outcome(process.returncode, output)
-    except subprocess.TimeoutExpired:
-        return Outcome(124, end(process), timed_out=True)
-    except BaseException:
-        end(process)
-        raise
+    with _started(command, cwd, env, subprocess.PIPE) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+            return Outcome(process.returncode, output)
+        except subprocess.TimeoutExpired:
+            return Outcome(124, end(process), timed_out=True)
 
 
 def follow(
@@ -81,25 +69,61 @@ def follow(
     """Run `command` without keeping its output: it is shown at once, or goes to a file, also if this process is killed."""
     if log is None:
         show(command)
-    with nullcontext() if log is None else log.open("a") as output:
-        process = subprocess.Popen(
-            [str(word) for word in command],
-            cwd=cwd,
-            env=merged(env),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=None if log is None else subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+    with nullcontext() if log is None else log.open("a") as output, _started(command, cwd, env, output) as process:
         try:
             return Outcome(process.wait(timeout_s), "")
         except subprocess.TimeoutExpired:
             end(process)
             return Outcome(124, "", timed_out=True)
-        except BaseException:
+
+
+@contextmanager
+def _started(
+    command: Sequence[str | Path], cwd: Path, env: Mapping[str, str], output: IO[str] | int | None
+) -> Iterator[subprocess.Popen[str]]:
+    """The process, in a session of its own. If the block raises an exception, the process is ended with all its children."""
+    process = None
+    try:
+        with signals_later():
+            process = start(command, cwd=cwd, env=env, output=output)
+        yield process
+    except BaseException:
+        if process is not None:
             end(process)
-            raise
+        raise
+
+
+@contextmanager
+def signals_later() -> Iterator[None]:
+    """Handle SIGINT and SIGTERM only after the block: an exception within Popen would lose the process that it has started."""
+    came = list[int]()
+    before = {
+        number: signal.signal(number, lambda number, _: came.append(number)) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for arrived in came:
+            signal.raise_signal(arrived)
+
+
+def start(
+    command: Sequence[str | Path], *, cwd: Path, env: Mapping[str, str], output: IO[str] | int | None
+) -> subprocess.Popen[str]:
+    """Start `command` in a session of its own, with both streams into `output` (None: they are shown)."""
+    return subprocess.Popen(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=merged(env),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
 
 
 def end(process: subprocess.Popen[str]) -> str:

@@ -27,7 +27,6 @@ import changed
 import gpu as on_gpu
 import mpi_runtimes
 import mutations as breaks
-import rank_log
 import wheels
 from chaos import WAYS
 from chaos import chaos as play_all
@@ -52,6 +51,7 @@ from environment import (
     require,
 )
 from side_by_side import Ended, Job, cores, run_side_by_side
+from test_support import rank_log
 from test_support.preloaded import OPTIMIZERS, PreloadedPython
 
 DIGITS = ROOT / "packages" / "ddp" / "examples" / "digits" / "digits.py"
@@ -505,7 +505,7 @@ def _ranks_pass(runtime: mpi_runtimes.MpiRuntime, size: int, python: Sequence[st
             *words,
         )
         outcome = capture(
-            (*runtime.command(size), PYTHON, ROOT / "tools" / "rank_log.py", folder, *python, *pytest),
+            (*runtime.command(size), PYTHON, rank_log.__file__, folder, *python, *pytest),
             timeout_s=RANKS_TIMEOUT_S * (4 if os.environ.get("SYNCLINE_TEST_FULL") == "1" else 1),
             cwd=ROOT,
             env={**RANKS_ENV, **runtime.env},

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import mpi_runtimes
-import rank_log
 from commands import ROOT, Outcome, ToolError, capture
 from environment import LAYERS, PYTHON, VENV
 from side_by_side import Ended, Job, run_side_by_side
+from test_support import rank_log
 
 LIST = ROOT / "tools" / "mutations.toml"
 KEYS = {"name", "file", "old", "new", "tests", "only", "ranks"}
@@ -168,7 +168,7 @@ def _run_tests(mutation: Mutation, copy: Path) -> Outcome:
     runtime = mpi_runtimes.find("mpich")
     plugin = ("-m", "mpi", "-p", "syncline.collectives.testing.pytest_plugin")
     command: tuple[str | Path, ...]
-    command = (*runtime.command(mutation.ranks), PYTHON, copy / "tools" / "rank_log.py", copy / "said", *words, *plugin, *paths)
+    command = (*runtime.command(mutation.ranks), PYTHON, rank_log.__file__, copy / "said", *words, *plugin, *paths)
     (copy / "said").mkdir()
     outcome = capture(command, timeout_s=JOB_TIMEOUT_S, cwd=copy, env={**env, **runtime.env})
     said = "\n".join(rank_log.read(copy / "said").values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
 import tempfile
 import time
 from collections import deque
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from commands import ROOT, end, merged, show
+from commands import ROOT, end, show, signals_later, start
 
 POLL_S = 0.05
 
@@ -49,7 +48,8 @@ def run_side_by_side(jobs: Sequence[Job], width: int) -> list[Ended]:
     try:
         while waiting or running:
             while waiting and len(running) < width:
-                running.append(_Running(waiting.popleft()))
+                with signals_later():
+                    running.append(_Running(waiting.popleft()))
             time.sleep(POLL_S)
             for one in [one for one in running if one.is_over()]:
                 running.remove(one)
@@ -67,16 +67,7 @@ class _Running:
         self._start_s = time.monotonic()
         self._timed_out = False
         self._processor_s = 0.0
-        self.process = subprocess.Popen(
-            [str(word) for word in job.command],
-            cwd=ROOT,
-            env=merged(job.env),
-            stdin=subprocess.DEVNULL,
-            stdout=self._said,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        self.process = start(job.command, cwd=ROOT, env=job.env, output=self._said)
 
     def is_over(self) -> bool:
         """Whether the job has ended; after its time limit it is killed."""

@@ -1,1 +1,1 @@
-"""Support for our own tests: fakes of NCCL and of devices, ranks on GPUs, our groups through torch's functions."""
+"""Support for our own tests: fakes of NCCL and of devices, jobs of several ranks, our groups through torch's functions."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-import rank_log
+from . import rank_log
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from commands import ROOT
+from commands import ROOT, capture, follow
 from side_by_side import Job, run_side_by_side
 
 TOUCH = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"
@@ -20,6 +22,18 @@ TOUCH_AND_WAIT = f"{TOUCH}\nimport time\nwhile not pathlib.Path(sys.argv[2]).exi
 
 def python(name: str, program: str, *words: str | Path, timeout_s: float = 60.0) -> Job:
     return Job(name, (sys.executable, "-c", program, *words), timeout_s=timeout_s)
+
+
+def _run_side_by_side(program: str) -> object:
+    return run_side_by_side([python("long", program)], 1)
+
+
+def _run_captured(program: str) -> object:
+    return capture((sys.executable, "-c", program), timeout_s=60, cwd=ROOT, env={})
+
+
+def _run_in_the_foreground(program: str) -> object:
+    return follow((sys.executable, "-c", program), timeout_s=60, cwd=ROOT, env={})
 
 
 def test_two_run_at_once(tmp_path: Path) -> None:
@@ -70,8 +84,23 @@ def test_an_interrupt_ends_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("side_by_side.time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
     with pytest.raises(KeyboardInterrupt):
         run_side_by_side([python("long", program, started)], 1)
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(started.read_text()), 0)
+    assert not _is_there(int(started.read_text()))
+
+
+@pytest.mark.parametrize("run", [_run_side_by_side, _run_captured, _run_in_the_foreground])
+def test_an_interrupt_within_a_start_loses_no_process(run: Callable[[str], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[int]()
+
+    class Interrupted(subprocess.Popen[str]):
+        def __init__(self, *words: Any, **options: Any) -> None:
+            super().__init__(*words, **options)
+            started.append(self.pid)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("commands.subprocess.Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run("import time; time.sleep(600)")
+    assert not _is_there(*started)
 
 
 def test_a_signal_to_dev_ends_what_it_started(tmp_path: Path) -> None:
@@ -79,7 +108,7 @@ def test_a_signal_to_dev_ends_what_it_started(tmp_path: Path) -> None:
     program = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
     script = f"""
 import dev, sys
-from commands import ROOT
+from commands import ROOT, capture, follow
 from side_by_side import Job, run_side_by_side
 dev.unit = lambda options: run_side_by_side([Job("long", (sys.executable, "-c", {program!r}, {str(started)!r}))], 1)
 dev.exit_on_sigterm()

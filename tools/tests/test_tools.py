@@ -13,12 +13,12 @@ import pytest
 import dev
 import environment
 import gpu
-import rank_log
 import wheels
 from commands import Outcome, ToolError, follow
 from environment import PINNED_TORCH, ROOT, InstallSet, half_installed
 from mpi_runtimes import Family, MpiRuntime
 from side_by_side import Ended, Job
+from test_support import rank_log
 
 
 def test_each_rank_is_read_back_in_order(tmp_path: Path) -> None:
