@@ -62,12 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
         job = find_job(os.environ, arguments.ranks)
         if job is not None and arguments.backend == "mpi" and job.world is None:
             raise LaunchError(f"--backend mpi: there is no MPI, for {job.without_mpi}")
+        if job is None:
+            from . import local  # imported here because a rank does not need it, and each import delays the script
+
+            return local.start_ranks(arguments.ranks)
     except SynclineError as error:
         _refuse(str(error))
-    if job is None:
-        from . import local  # imported here because a rank does not need it, and each import delays the script
-
-        return local.start_ranks(arguments.ranks)
     ending = Ending(job)
     _redirect(arguments, job)
     _set_environment(arguments, job)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from ...errors import LaunchError
 from .ranks import free_port, started_id
 
 # Signals that are passed on to the ranks. A Ctrl-C from the terminal is not passed on; see `_supervise`.
@@ -29,6 +30,9 @@ def start_ranks(count: int) -> int:
     Returns:
         The exit status of the first rank that failed, or 128 plus the number of the signal that ended this rank. 0 if no rank
         failed.
+
+    Raises:
+        LaunchError: this machine cannot start so many processes.
     """
     command = _this_command()
     mpiexec = _mpiexec() if find_spec("mpi4py") is not None else None
@@ -69,19 +73,28 @@ def _start_processes(command: Sequence[str], count: int) -> int:
         "MASTER_PORT": str(free_port()),
         "TORCHELASTIC_RUN_ID": f"{started_id(os.getpid())}{secrets.token_hex(4)}",
     }
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **common, "RANK": str(rank)},
-            stdin=None if rank == 0 else subprocess.DEVNULL,  # as mpiexec does
-        )
-        for rank in range(count)
-    ]
+    # A signal that comes while the ranks are started waits for `_supervise`. It would end this process alone.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*_SIGNALS, signal.SIGCHLD))
+    ranks = list[subprocess.Popen[bytes]]()
+    try:
+        for rank in range(count):
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **common, "RANK": str(rank)},
+                stdin=None if rank == 0 else subprocess.DEVNULL,  # as mpiexec does
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
+            )
+            ranks.append(process)
+    except OSError as error:
+        _send(ranks, signal.SIGKILL)
+        raise LaunchError(
+            f"this machine cannot start rank {len(ranks)} of {count}: {error}; the ranks before it are ended. Start fewer "
+            "ranks (-n), or raise the limit for processes (`ulimit -u`)"
+        ) from error
     return _supervise(ranks)
 
 
 def _supervise(ranks: list[subprocess.Popen[bytes]]) -> int:
-    signal.pthread_sigmask(signal.SIG_BLOCK, (*_SIGNALS, signal.SIGCHLD))
     status = 0
     end_s = float("inf")
     was_told = False  # a signal for all ranks has come, so a rank that ends now has not failed by itself
