@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from test_support.full_run import cases
+from test_support.jobs import LIMIT_S
 
 pytestmark = pytest.mark.launch
 
@@ -41,7 +42,7 @@ def run_elastic(python: list[str], folder: Path, ranks: int, *words: str) -> lis
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
         jobs.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     try:
-        outputs = [job.communicate(timeout=120)[0] for job in jobs]
+        outputs = [job.communicate(timeout=LIMIT_S)[0] for job in jobs]
     finally:
         for job in jobs:
             job.kill()

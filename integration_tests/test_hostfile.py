@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.emulated_hosts import EmulatedHosts, check_possible
 from commands import ToolError
+from test_support.jobs import LIMIT_S
 
 README = Path(__file__).parent.parent / "README.md"
 PYTHON = Path(sys.executable).parent
@@ -47,7 +48,7 @@ def test_readme_starts_ranks_on_other_hosts(tmp_path: Path) -> None:
         line = f"cd {shlex.quote(str(tmp_path))} && " + re.sub(r"-n \d+", "-n 4", documented)
         job = hosts.start(line, {"PATH": f"{PYTHON}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"})
         try:
-            output, _ = job.communicate(timeout=100)
+            output, _ = job.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             job.kill()
             raise

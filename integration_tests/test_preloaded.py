@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from test_support.full_run import FULL
+from test_support.jobs import LIMIT_S
 
 pytestmark = pytest.mark.launch
 
@@ -51,14 +52,14 @@ print("wrong", file=sys.stderr)
 sys.exit(3)
 """
     with started(preloaded, tmp_path, program, "a", "b c") as process:
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, said) == (3, "said 5\nwrong\n")  # 0, 1, 2, PMI_FD, and the folder that is listed
 
 
 def test_an_exception_is_printed_and_code_at_exit_runs(preloaded: list[str], tmp_path: Path) -> None:
     program = "import atexit\natexit.register(print, 'at exit')\nraise ValueError('not this')\n"
     with started(preloaded, tmp_path, program) as process:
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
     assert "ValueError: not this" in said
     assert said.endswith("at exit\n")
@@ -99,12 +100,16 @@ def test_who_is_killed_takes_the_program_along(preloaded: list[str], tmp_path: P
 
 def test_alone_it_needs_no_mpiexec_and_runs_a_text(python: list[str], tmp_path: Path) -> None:
     program = "import sys; print(__name__, sys.argv, sys.stdin.read(), 'torch._dynamo' in sys.modules); sys.exit(4)"
-    done = subprocess.run([*python, "-c", program, "a"], cwd=tmp_path, input="read", capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*python, "-c", program, "a"], cwd=tmp_path, input="read", capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert (done.returncode, done.stdout) == (4, f"__main__ ['-c', 'a'] read {not FULL}\n"), done.stderr
 
 
 def test_under_another_launcher_it_is_python_itself(preloaded: list[str], tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import sys\nprint('torch' in sys.modules)\n")
     environ = {name: value for name, value in os.environ.items() if name != "PMI_FD"}
-    done = subprocess.run([*preloaded, "program.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*preloaded, "program.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert (done.returncode, done.stdout, sys.executable in preloaded) == (0, "False\n", True)

@@ -166,7 +166,7 @@ def test_like_torchrun(loaded: PreloadedPython | None, program: str, way: str) -
         output, problems = process.communicate(STDIN.get(program, b""), timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         process.terminate()
-        output, problems = process.communicate(timeout=60)
+        output, problems = process.communicate(timeout=LIMIT_S)
         pytest.fail(f"it did not end within {LIMIT_S:g} s:\n{output.decode()}\n{problems.decode()}")
     assert process.returncode == STATUS.get(program, 0), f"{output.decode()}\n{problems.decode()}"
     found = losses(output)

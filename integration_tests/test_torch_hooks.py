@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from syncline.collectives.testing.processes import run_processes
+from test_support.jobs import LIMIT_S
 from test_support.preloaded import OPTIMIZERS
 
 pytestmark = pytest.mark.launch
@@ -20,7 +21,7 @@ LOSSY = ["fp16", "bf16", "fp16 wrapper", "bf16 wrapper", "fp16 wrapped power", "
 @pytest.fixture(scope="module")
 def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("job")
-    run_processes(JOB, 2, folder, timeout_s=100, preload=OPTIMIZERS)
+    run_processes(JOB, 2, folder, timeout_s=LIMIT_S, preload=OPTIMIZERS)
     return [torch.load(folder / f"found-{rank}.pt") for rank in range(2)]
 
 

@@ -58,6 +58,7 @@ from syncline.collectives.cli.bench.kinds import Allocate
 from syncline.collectives.cli.bench.subjects import Floor
 from syncline.collectives.testing import run_ranks
 from test_support import full_run
+from test_support.jobs import LIMIT_S
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -661,7 +662,7 @@ def test_two_hosts_send_the_minimum_and_leave_nothing(tmp_path: Path) -> None:
         text=True,
     ) as process:
         try:
-            _, said = process.communicate(timeout=100)
+            _, said = process.communicate(timeout=LIMIT_S)
         finally:
             process.kill()
     if process.returncode == 2 and "` was refused: " in said:

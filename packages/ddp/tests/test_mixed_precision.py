@@ -26,6 +26,7 @@ from syncline.ddp import DistributedDataParallel, MixedPrecision, low_precision
 from syncline.ddp.mixed_precision import average_in
 from syncline.reducer import GradBucket
 from test_support.full_run import cases
+from test_support.jobs import LIMIT_S
 from test_support.preloaded import OPTIMIZERS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -48,7 +49,7 @@ def native_needs_a_gpu() -> bool:
 @pytest.mark.skipif(native_needs_a_gpu(), reason="torch's own mixed precision needs a GPU in this build of torch")
 @pytest.mark.parametrize("world_size", cases([2], in_full=[3]))
 def test_equals_native_ddp(world_size: int, tmp_path: Path) -> None:
-    run_processes(JOB, world_size, tmp_path, timeout_s=100, preload=OPTIMIZERS)
+    run_processes(JOB, world_size, tmp_path, timeout_s=LIMIT_S, preload=OPTIMIZERS)
     for rank in range(world_size):
         found = json.loads((tmp_path / f"compared-{rank}.json").read_text())
         assert set(found) >= {"all in bfloat16", "parameters only", "reduced in full", "ignoring"}

@@ -10,6 +10,7 @@ import pytest
 
 from syncline.collectives.testing.processes import run_processes
 from test_support.full_run import cases
+from test_support.jobs import LIMIT_S
 from test_support.preloaded import OPTIMIZERS
 
 JOB = Path(__file__).with_name("native_ddp_job.py")
@@ -20,7 +21,7 @@ EXPECTED_NONES = {"experts": True, "several outputs": True, "checkpointed": True
 @pytest.fixture(scope="module", params=cases([2], in_full=[3]), ids="{}-ranks".format)
 def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     world_size, folder = request.param, tmp_path_factory.mktemp("job")
-    run_processes(JOB, world_size, folder, timeout_s=100, preload=OPTIMIZERS)
+    run_processes(JOB, world_size, folder, timeout_s=LIMIT_S, preload=OPTIMIZERS)
     return [json.loads((folder / f"compared-{rank}.json").read_text()) for rank in range(world_size)]
 
 

@@ -12,6 +12,7 @@ import torch
 
 from syncline.collectives.testing.processes import run_processes
 from test_support.full_run import cases
+from test_support.jobs import LIMIT_S
 from test_support.preloaded import OPTIMIZERS
 
 JOB = Path(__file__).with_name("native_features_job.py")
@@ -24,7 +25,7 @@ HALVES_TOLERANCE = 2e-3
 @pytest.fixture(scope="module", params=cases([2], in_full=[3]), ids="{}-ranks".format)
 def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     world_size, folder = request.param, tmp_path_factory.mktemp("job")
-    run_processes(JOB, world_size, folder, timeout_s=100, preload=OPTIMIZERS)
+    run_processes(JOB, world_size, folder, timeout_s=LIMIT_S, preload=OPTIMIZERS)
     return [json.loads((folder / f"compared-{rank}.json").read_text()) for rank in range(world_size)]
 
 

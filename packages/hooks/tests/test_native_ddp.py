@@ -9,6 +9,7 @@ import torch
 
 from syncline.collectives.testing.processes import run_processes
 from test_support.full_run import cases
+from test_support.jobs import LIMIT_S
 from test_support.preloaded import OPTIMIZERS
 
 pytestmark = pytest.mark.launch
@@ -21,7 +22,7 @@ Gradients = dict[str, list[list[torch.Tensor]]]
 def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Gradients]:
     """What every rank found, by the hook's name."""
     world_size, folder = request.param, tmp_path_factory.mktemp("job")
-    run_processes(JOB, world_size, folder, timeout_s=90, preload=OPTIMIZERS)
+    run_processes(JOB, world_size, folder, timeout_s=LIMIT_S, preload=OPTIMIZERS)
     return [torch.load(folder / f"gradients-{rank}.pt") for rank in range(world_size)]
 
 

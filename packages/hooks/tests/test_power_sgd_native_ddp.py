@@ -10,6 +10,7 @@ import torch
 
 from syncline.collectives.testing.processes import run_processes
 from test_support.full_run import cases
+from test_support.jobs import LIMIT_S
 from test_support.preloaded import OPTIMIZERS
 
 pytestmark = pytest.mark.launch
@@ -24,7 +25,7 @@ START = 2
 def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What every rank found."""
     world_size, folder = request.param, tmp_path_factory.mktemp("job")
-    run_processes(JOB, world_size, folder, timeout_s=100, preload=OPTIMIZERS)
+    run_processes(JOB, world_size, folder, timeout_s=LIMIT_S, preload=OPTIMIZERS)
     return [torch.load(folder / f"found-{rank}.pt") for rank in range(world_size)]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from syncline.collectives.testing.processes import run_processes
+from test_support.jobs import LIMIT_S
 from test_support.preloaded import OPTIMIZERS
 
 pytestmark = pytest.mark.launch
@@ -29,7 +30,7 @@ def run(folder: Path, world_size: int, checkpoints: Path | None = None) -> Found
     folder.mkdir()
     if checkpoints is not None:
         (folder / "from").symlink_to(checkpoints)
-    run_processes(JOB, world_size, folder, timeout_s=100, preload=OPTIMIZERS)
+    run_processes(JOB, world_size, folder, timeout_s=LIMIT_S, preload=OPTIMIZERS)
     return [torch.load(folder / f"found-{rank}.pt") for rank in range(world_size)]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from syncline.collectives.__main__ import main
+from test_support.jobs import LIMIT_S
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,7 +35,7 @@ def syncline(python: list[str], tmp_path: Path) -> Callable[..., subprocess.Comp
         environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
         command = [*python, "-m", "syncline.collectives", *arguments]
         environ |= {"OMP_NUM_THREADS": "1", **variables}
-        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
+        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
 
     return run
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from test_support.jobs import LIMIT_S
+
 WATCHED = """
 import threading
 import torch
@@ -114,7 +116,7 @@ def run(python: list[str]) -> Callable[..., list[str]]:
     """Run a program; the lines that it prints."""
 
     def run(program: str, *words: str) -> list[str]:
-        done = subprocess.run([*python, "-c", program, *words], capture_output=True, text=True, timeout=100)
+        done = subprocess.run([*python, "-c", program, *words], capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 0, done.stderr
         return [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # torch 2.8 has its Gloo print
 
@@ -164,5 +166,5 @@ class Late:
 
 late = Late()
 """
-    done = subprocess.run([*python, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*python, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=LIMIT_S)
     assert done.stdout == "no thread can start while the interpreter ends\nno hang\n", done.stderr

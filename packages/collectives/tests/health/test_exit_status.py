@@ -6,6 +6,8 @@ import subprocess
 
 import pytest
 
+from test_support.jobs import LIMIT_S
+
 PROGRAM = """
 import atexit, sys
 from syncline.collectives.health.exit_status import exit_status, watch_exit_status
@@ -28,5 +30,5 @@ watch_exit_status()
     ],
 )
 def test_the_status_of_every_way_out(end: str, status: int, python: list[str]) -> None:
-    done = subprocess.run([*python, "-c", f"{PROGRAM}\n{end}"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*python, "-c", f"{PROGRAM}\n{end}"], capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stdout.strip()) == (status, f"status {status}"), done.stderr

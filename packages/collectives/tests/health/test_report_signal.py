@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from syncline.collectives.health.report import _report_when_told
+from test_support.jobs import LIMIT_S
 
 PROGRAM = """
 import ctypes, os, signal, sys, threading, time
@@ -36,7 +37,7 @@ def run(python: list[str], tmp_path: Path) -> Callable[[str], str]:
 
     def run(program: str) -> str:
         words = [*python, "-c", PROGRAM + program, str(tmp_path)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
         assert (done.returncode, done.stdout) == (0, "passed\n"), done.stderr
         return done.stderr
 

@@ -28,6 +28,7 @@ from syncline.collectives.transports.nccl.work import Failure, Launch
 from test_support.fake_device import CPU, FakeDevice, FakeEvent, FakeStream
 from test_support.fake_nccl import FakeNccl
 from test_support.fake_nccl_group import NcclGroupOnFakes
+from test_support.jobs import LIMIT_S
 
 PATIENCE_S = 10.0
 
@@ -334,7 +335,7 @@ print("left", flush=True)
 
 def test_the_end_of_the_process_waits_for_an_abort() -> None:
     """A thread that is inside CUDA when the interpreter is taken down would crash it."""
-    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert done.stdout.split() == ["left", "aborted"]
 
 
@@ -343,7 +344,7 @@ def test_the_end_of_the_process_does_not_wait_for_ever() -> None:
         "in_flight = ", "cancel_scope._EXIT_S = 0.2; in_flight = "
     )
     command = [sys.executable, "-c", "from syncline.collectives.engine import cancel_scope\n" + leaves]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert done.stdout.split() == ["left"]
 
 

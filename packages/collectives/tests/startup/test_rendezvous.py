@@ -43,6 +43,7 @@ from syncline.collectives.testing import run_ranks
 from syncline.collectives.testing.processes import run_processes
 from test_support.forked import in_fork
 from test_support.full_run import cases
+from test_support.jobs import LIMIT_S
 
 SPAWNING_JOB = Path(__file__).with_name("spawning_job.py")
 JOB = Path(__file__).with_name("rendezvous_job.py")
@@ -279,7 +280,7 @@ for _ in range(2):
 def test_runs_that_ended_leave_no_folders(tmp_path: Path, python: list[str]) -> None:
     words = [[*python, "-c", LEAVING, str(rank), f"file://{tmp_path}/meeting"] for rank in range(2)]
     ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in words]
-    said = [rank.communicate(timeout=100)[1] for rank in ranks]
+    said = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert [path.name for path in (tmp_path / "meeting").iterdir()] == ["rendezvous"]
 
@@ -292,7 +293,7 @@ def test_a_folder_that_the_program_has_removed_does_not_come_back(tmp_path: Path
         destroy_process_group()
         shutil.rmtree(sys.argv[1])
         """
-    subprocess.run([*python, "-c", textwrap.dedent(program), str(tmp_path / "own")], check=True, timeout=100)
+    subprocess.run([*python, "-c", textwrap.dedent(program), str(tmp_path / "own")], check=True, timeout=LIMIT_S)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -492,7 +493,7 @@ warnings.simplefilter("always")
 from syncline.collectives import init_process_group
 init_process_group("gloo", "tcp://127.0.0.1:{port}?secret_file={secret_file}", world_size=1, rank=0)
 """
-    done = subprocess.run([*python, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*python, "-c", script], capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -530,5 +531,5 @@ def test_without_pyzmq_ranks_meet_under_torchrun(tmp_path: Path, port: int, word
     script.write_text(UNDER_TORCHRUN)
     place = words or ["--master-port", str(port)]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *place, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr

@@ -33,6 +33,7 @@ from syncline.collectives.startup.uncaught_errors import (
     spoke_before,
     started_s,
 )
+from test_support.jobs import LIMIT_S
 
 
 def test_one_of_those_that_fail_alike_speaks(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_the_start_of_this_process() -> None:
     assert 0.0 < time.time() - started_s() < 86400.0
     begun_s = time.time()
     program = "from syncline.collectives.startup.uncaught_errors import started_s; print(started_s())"
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout
     assert begun_s - 0.1 < float(told) < time.time()  # the system counts in hundredths of a second
 
 
@@ -269,7 +270,7 @@ def test_a_command_that_is_typed_twice_says_it_twice_and_briefly(tmp_path: Path)
     """By one parent, at once. What it leaves behind is one small file for all."""
     environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "TMPDIR": str(tmp_path)}
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", FAILING], env=environ, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", FAILING], env=environ, capture_output=True, text=True, timeout=LIMIT_S)
         assert "UnknownBackendError: unknown backend 'nosuchbackend'" in done.stderr
         assert len(done.stderr.splitlines()) <= 6, done.stderr
     (folder,) = tmp_path.iterdir()
@@ -295,7 +296,7 @@ def test_only_the_failure_to_connect_is_shortened_and_leaves_a_line(what: str, t
     processes = [
         subprocess.Popen(command, env={**environ, "RANK": rank}, stderr=subprocess.PIPE, text=True) for rank in ("0", "1")
     ]
-    said = [process.communicate(timeout=60)[1] for process in processes]
+    said = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
     assert sum("Traceback" in text for text in said) == tracebacks, said
     for text in said:
         if "Traceback" not in text:

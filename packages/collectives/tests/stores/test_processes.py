@@ -14,6 +14,7 @@ import pytest
 from syncline.collectives.errors import StoreError, StoreTimeout
 from syncline.collectives.stores import FileStore, InMemoryStore, Store, TCPStore, TCPStoreServer, new_secret
 from test_support.forked import in_fork
+from test_support.jobs import LIMIT_S
 
 PROCESSES = 3
 
@@ -75,7 +76,7 @@ def start(python: list[str], script: str, *arguments: object, env: dict[str, str
 
 def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
     try:
-        outputs = [process.communicate(timeout=90) for process in processes]
+        outputs = [process.communicate(timeout=LIMIT_S) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -170,7 +171,7 @@ threading.Thread(target=store.get, args=("never", 3600), daemon=True).start()
 
 
 def test_a_process_that_closes_nothing_can_end(python: list[str]) -> None:
-    done = subprocess.run([*python, "-c", LEAVING], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*python, "-c", LEAVING], capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -200,7 +201,7 @@ for one in (store, other, server):
 
 
 def test_what_a_forked_child_closes_stays_open_in_its_parent(python: list[str]) -> None:
-    done = subprocess.run([*python, "-c", FORKING], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*python, "-c", FORKING], capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stderr) == (0, "")
 
 

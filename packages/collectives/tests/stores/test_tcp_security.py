@@ -22,6 +22,7 @@ from syncline.collectives import InvalidArgumentError, StoreAuthenticationError,
 from syncline.collectives.stores import TCPStore, TCPStoreServer, new_secret
 from syncline.collectives.stores.served import Op, Status, pack, unpack
 from syncline.collectives.stores.tcp.sockets import private_key, public_key, set_options, split
+from test_support.jobs import LIMIT_S
 
 SECRET = new_secret()
 A_PICKLE = pickle.dumps(os.system)
@@ -499,7 +500,7 @@ def test_a_crowd_that_takes_all_descriptors_goes_away_in_the_end(python: list[st
         store.close()
         for stranger in crowd:
             stranger.close()
-        process.communicate("", timeout=60)
+        process.communicate("", timeout=LIMIT_S)
     assert process.returncode == 0
 
 

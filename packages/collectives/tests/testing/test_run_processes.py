@@ -15,6 +15,7 @@ import pytest
 
 from syncline.collectives.testing import processes
 from syncline.collectives.testing.processes import run_processes
+from test_support.jobs import LIMIT_S
 
 pytestmark = pytest.mark.launch
 
@@ -128,7 +129,7 @@ os._exit(0)  # as pytest's limit ends it
 def test_a_caller_that_dies_takes_the_ranks_along(tmp_path: Path) -> None:
     (tmp_path / "action").write_text("hang")
     (tmp_path / "job.py").write_text(JOB)
-    done = subprocess.run([sys.executable, "-c", CALLER, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", CALLER, str(tmp_path)], capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     while has_processes(int(done.stdout)):
         time.sleep(0.01)

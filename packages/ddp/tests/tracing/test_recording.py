@@ -26,6 +26,7 @@ from syncline.ddp.tracing.optimizer_steps import OptimizerSteps
 from syncline.ddp.tracing.part import read_parts
 from syncline.ddp.tracing.recorder import StepRecorder
 from syncline.ddp.tracing.trace_file import read_timeline
+from test_support.jobs import LIMIT_S
 
 pytestmark = pytest.mark.ranks
 
@@ -344,7 +345,7 @@ with ddp.trace(sys.argv[1]):
     os.waitpid(child, 0)
     step()
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], check=True, timeout=100)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], check=True, timeout=LIMIT_S)
     text = (tmp_path / "trace-rank-00000.jsonl").read_text()
     steps = [line["number"] for line in map(json.loads, text.splitlines()) if line["kind"] == "step"]
     assert steps == [1, 2, 3]

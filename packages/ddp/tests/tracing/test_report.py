@@ -16,6 +16,7 @@ from syncline.ddp.tracing import extras
 from syncline.ddp.tracing.events import BucketEvent, BucketLayout, OptimizerEvent, StepEvent
 from syncline.ddp.tracing.floor import Floor
 from syncline.ddp.tracing.part import Header, header_line, layout_line, part_path, step_line
+from test_support.jobs import LIMIT_S
 
 CHROMIUM = shutil.which("chromium")
 
@@ -117,7 +118,7 @@ def test_a_browser_draws_the_page(folder: Path) -> None:
     assert CHROMIUM is not None
     profile = f"--user-data-dir={folder.parent / 'profile'}"
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", profile, "--virtual-time-budget=10000", "--dump-dom"]
-    drawn = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=True).stdout
+    drawn = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout
     plots = {
         name: drawn.split(f'id="trace-{name}"', 1)[1].split("<script", 1)[0] for name in ("timeline", "waiting", "exposed")
     }

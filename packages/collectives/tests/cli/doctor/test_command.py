@@ -14,6 +14,7 @@ import torch
 from syncline.collectives import TransportError
 from syncline.collectives.cli.doctor import command
 from syncline.collectives.startup.mpi_library import CudaAwareness
+from test_support.jobs import LIMIT_S
 
 
 def test_a_transfer_that_hangs_is_not_taken_for_ranks_that_do_not_come(
@@ -46,7 +47,7 @@ def test_a_transfer_that_hangs_is_not_taken_for_ranks_that_do_not_come(
 def test_an_init_method_makes_the_doctor_choose_as_a_job_does(tmp_path: Path, python: list[str]) -> None:
     """Without a launcher, an alone process with an init_method uses Gloo."""
     words = [*python, "-m", "syncline.collectives", "doctor", "--init-method", f"file://{tmp_path}/meet"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, "WRONG" in done.stdout) == (0, False), done.stdout
 
 
@@ -73,7 +74,7 @@ sys.exit(command.run(argparse.Namespace(backend=None, init_method=None)))
 def test_an_mpi_that_ends_the_process_is_a_finding(end: str, how: str, tmp_path: Path, python: list[str]) -> None:
     environ = {**os.environ, "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "TMPDIR": str(tmp_path)}
     words = [*python, "-c", ENDING.format(end=end)]
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
     said = " ".join(done.stdout.split())
     assert done.returncode == 1, done.stderr
     assert "WRONG MPI cannot be used, though PMI (MPICH, Intel MPI) launched this process" in said, said + done.stderr
@@ -84,7 +85,7 @@ def test_an_mpi_that_ends_the_process_is_a_finding(end: str, how: str, tmp_path:
 def test_a_doctor_who_could_look_around_is_believed(tmp_path: Path, python: list[str]) -> None:
     environ = {**os.environ, "PMI_RANK": "0", "PMI_SIZE": "2", "TMPDIR": str(tmp_path)}
     words = [*python, "-c", ENDING.format(end="print('findings'); return 1")]
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stdout) == (1, "findings\n"), done.stderr
 
 
@@ -95,7 +96,7 @@ def test_ranks_that_meet_in_a_folder_survive_the_loss_of_a_rank(tmp_path: Path, 
     for rank in (0, 1):
         variables = {"RANK": str(rank), "WORLD_SIZE": "2", "TMPDIR": str(tmp_path)}
         said.append(subprocess.Popen(words, env={**environ, **variables}, stdout=subprocess.PIPE, text=True))
-    outputs = [" ".join(process.communicate(timeout=60)[0].split()) for process in said]
+    outputs = [" ".join(process.communicate(timeout=LIMIT_S)[0].split()) for process in said]
     assert "loss of a rank this job can survive it" in outputs[0], outputs
     assert outputs[1] == ""
 
@@ -108,6 +109,6 @@ def test_ranks_that_are_not_connected_have_one_who_speaks(tmp_path: Path, python
     for rank in (1, 2):
         variables = {"RANK": str(rank), "WORLD_SIZE": "3", "TMPDIR": str(tmp_path)}
         said.append(subprocess.Popen(words, env={**environ, **variables}, stdout=subprocess.PIPE, text=True))
-    outputs = [process.communicate(timeout=60)[0] for process in said]
+    outputs = [process.communicate(timeout=LIMIT_S)[0] for process in said]
     assert [process.returncode for process in said] == [1, 1]
     assert sorted(output.count("backend 'gloo' has 3 ranks and no way") for output in outputs) == [0, 1], outputs

@@ -13,6 +13,7 @@ import pytest
 
 from syncline.collectives.cli.run import local
 from syncline.collectives.errors import LaunchError
+from test_support.jobs import LIMIT_S
 
 SIGNALLED = """
 import os, signal, subprocess, sys
@@ -34,7 +35,7 @@ sys.exit(local.start_ranks(2))
 def test_a_signal_while_the_ranks_are_started_reaches_all_of_them(tmp_path: Path) -> None:
     started = tmp_path / "started"
     with started.open("w") as output:
-        done = subprocess.run([sys.executable, "-c", SIGNALLED], stdout=output, timeout=100)
+        done = subprocess.run([sys.executable, "-c", SIGNALLED], stdout=output, timeout=LIMIT_S)
     pids = [int(pid) for pid in started.read_text().split()]
     left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     for pid in left:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from syncline.collectives.cli.run import output
+from test_support.jobs import LIMIT_S
 
 SOON_S = 30
 
@@ -73,5 +74,5 @@ print("an error", file=sys.stderr)
 
 def test_a_closed_output_stays_empty_and_the_other_is_tagged() -> None:
     words = ["sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, CLOSED]
-    done = subprocess.run(words, stderr=subprocess.PIPE, timeout=60, check=True)
+    done = subprocess.run(words, stderr=subprocess.PIPE, timeout=LIMIT_S, check=True)
     assert done.stderr == b"[1] an error\n"

@@ -12,6 +12,7 @@ from syncline.collectives.startup import mpi_library as module
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.registry import load_backend
 from syncline.collectives.transports.mpi import backend as mpi
+from test_support.jobs import LIMIT_S
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ print(MPI.Is_initialized(), mpi4py.rc.initialize, mpi4py.rc.finalize)
 def test_to_look_for_mpi_does_not_start_it_and_leaves_mpi4py_as_it_was_told(before: str, said: str, python: list[str]) -> None:
     pytest.importorskip("mpi4py")
     program = LOADING.format(before=before)
-    done = subprocess.run([*python, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*python, "-c", program], capture_output=True, text=True, timeout=LIMIT_S)
     assert done.stdout.strip() == said, done.stderr
 
 
@@ -100,5 +101,5 @@ try:
 except LaunchError as error:
     print(error)
 """
-    done = subprocess.run([*python, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*python, "-c", program], capture_output=True, text=True, timeout=LIMIT_S)
     assert "MPI was finalized, and a process cannot start it again" in done.stdout, done.stderr

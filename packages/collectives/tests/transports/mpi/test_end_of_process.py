@@ -7,6 +7,8 @@ import subprocess
 
 import pytest
 
+from test_support.jobs import LIMIT_S
+
 pytest.importorskip("mpi4py")
 
 PROGRAM = """
@@ -22,5 +24,5 @@ time.sleep(60)
 
 
 def test_a_process_that_does_not_end_in_time_is_ended_by_the_system(python: list[str]) -> None:
-    ended = subprocess.run([*python, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([*python, "-c", PROGRAM], capture_output=True, text=True, timeout=LIMIT_S)
     assert ended.returncode == -signal.SIGALRM, ended.stderr
