@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from syncline.collectives import InvalidArgumentError, ReduceOp
-from syncline.collectives.reduce_op import BOOL, COMPLEX, DTYPES_OF, FLOATS, HALVES, INTEGERS, check_reduction, premul_sum
+from syncline.collectives.reduce_op import (
+    BOOL,
+    COMPLEX,
+    DTYPES_OF,
+    FLOATS,
+    HALVES,
+    INTEGERS,
+    check_reduction,
+    divide,
+    premul_sum,
+)
 
 
 def test_every_reduction_has_its_dtypes() -> None:
@@ -49,3 +59,12 @@ def test_refusal_lists_what_exists() -> None:
 def test_only_our_reductions(op: object) -> None:
     with pytest.raises(InvalidArgumentError, match=r"expected a reduction of syncline or of torch\.distributed \(SUM, AVG"):
         check_reduction(op, torch.float32)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", sorted(INTEGERS, key=str))
+@pytest.mark.parametrize("ranks", [2, 127, 128, 200, 256, 300, 40_000])
+def test_integers_are_divided_by_more_ranks_than_their_dtype_can_count(dtype: torch.dtype, ranks: int) -> None:
+    values = [torch.iinfo(dtype).min, 0, 1, 100, torch.iinfo(dtype).max]
+    total = torch.tensor(values, dtype=dtype)
+    divide(total, ranks)
+    assert total.tolist() == [abs(value) // ranks * (-1 if value < 0 else 1) for value in values]

@@ -144,8 +144,13 @@ def divide(total: torch.Tensor, count: int) -> None:
         # When torch 2.6 divides complex numbers, the bits of an element's result depend on the element's address in memory. If
         # we divide the real view, the bits do not depend on the address.
         torch.view_as_real(total).div_(count)
+    elif total.dtype not in INTEGERS:
+        total.div_(count)
+    elif count <= torch.iinfo(total.dtype).max:
+        total.div_(count, rounding_mode="trunc")
     else:
-        total.div_(count, rounding_mode="trunc" if total.dtype in INTEGERS else None)
+        # torch converts `count` to the dtype of `total`, where it would wrap around: 200 ranks to -56 in int8.
+        total.copy_(total.long().div_(count, rounding_mode="trunc"))
 
 
 # ---- the reductions of torch.distributed ----
