@@ -160,6 +160,27 @@ def test_gradients_are_those_of_the_sum_of_all_losses(world_size: int) -> None:
             torch.testing.assert_close(gradient, expected, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.parametrize("root", [0, 1])
+def test_second_derivatives_go_back_to_the_rank_whose_tensor_was_sent(root: int) -> None:
+    """Against autograd on one process, which has the tensors of all ranks."""
+
+    def body(group: ProcessGroup) -> list[list[float]]:
+        tensor = mine(group.rank).requires_grad_()
+        result = sc.broadcast_copy(tensor, group=group, group_src=root)
+        loss = (group.rank + 1) * (result**3).sum()
+        (gradient,) = torch.autograd.grad(loss, tensor, create_graph=True)
+        # Every rank calls the collectives of the second backward, also a rank whose gradient is zero.
+        (second,) = torch.autograd.grad((gradient**2).sum(), tensor)
+        return [gradient.flatten().tolist(), second.flatten().tolist()]
+
+    sent = mine(root).requires_grad_()
+    (gradient,) = torch.autograd.grad((1 + 2 + 3) * (sent**3).sum(), sent, create_graph=True)
+    (second,) = torch.autograd.grad((gradient**2).sum(), sent)
+    expected = [[0.0] * 6, [0.0] * 6]
+    for rank, found in enumerate(run_ranks(3, body)):
+        assert found == ([gradient.flatten().tolist(), second.flatten().tolist()] if rank == root else expected)
+
+
 def test_a_gradient_that_is_not_defined_is_refused() -> None:
     def body(group: ProcessGroup) -> None:
         with pytest.raises(InvalidArgumentError, match="MIN is not defined"):

@@ -386,11 +386,24 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        group, root = ctx.arguments
+        return None, None, _Reduce.apply(*ctx.arguments, gradients[0])  # type: ignore[no-untyped-call]
+
+
+class _Reduce(torch.autograd.Function):
+    """The backward of `_Broadcast`, as a function that has a backward itself, so that second derivatives work."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, root: int, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.arguments = (group, root)
         # Reduce a copy, because `reduce` overwrites the root's tensor.
-        total = scaled(gradients[0], 1.0)
+        total = scaled(tensor, 1.0)
         group.reduce(total, root)
-        return None, None, total if group.rank == root else torch.zeros_like(total)
+        return total if group.rank == root else torch.zeros_like(total)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        group, root = ctx.arguments
+        return None, None, broadcast_copy(gradients[0], None, group, group_src=root)
 
 
 # ---- all_to_all ----
