@@ -189,6 +189,30 @@ def test_a_gradient_that_is_not_defined_is_refused() -> None:
     run_ranks(2, body)
 
 
+def test_results_that_require_a_gradient_may_be_changed_in_place() -> None:
+    makers: dict[str, Any] = {
+        "reduced": lambda t, g: sc.all_reduce_copy_coalesced(t, group=g),
+        "gathered": sc.all_gather_rows_coalesced,
+        "gathered alone": lambda t, g: [sc.all_gather_rows(tensor, g) for tensor in t],
+        "scattered": lambda t, g: sc.reduce_scatter_rows_coalesced(t, group=g),
+        "scattered and scaled": lambda t, g: sc.reduce_scatter_rows_coalesced(t, group=g, postscale=0.5),
+        "broadcast": lambda t, g: [sc.broadcast_copy(tensor, group=g, group_src=0) for tensor in t],
+        "exchanged": lambda t, g: [sc.all_to_all_rows(tensor, group=g)[0] for tensor in t],
+    }
+
+    def body(group: ProcessGroup, make: Any, in_place: bool) -> torch.Tensor:
+        tensors = [mine(group.rank, 2).requires_grad_(), mine(group.rank + 5, 4).requires_grad_()]
+        first, second = make(tensors, group)
+        loss = second.square().sum()  # backward needs `second`, which is not changed below
+        first = first.mul_(3) if in_place else first * 3
+        (loss + first.sum()).backward()
+        return torch.cat([tensor.grad for tensor in tensors if tensor.grad is not None])
+
+    for name, make in makers.items():
+        changed, copied = (run_ranks(2, body, make, in_place) for in_place in (True, False))
+        assert all(map(torch.equal, changed, copied)), name
+
+
 def test_an_object_of_one_rank() -> None:
     def body(group: ProcessGroup) -> list[Any]:
         return [sc.broadcast_object({"of": group.rank}, group=group), sc.broadcast_object(group.rank, group=group, group_src=2)]

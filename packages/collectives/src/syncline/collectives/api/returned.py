@@ -224,7 +224,7 @@ def all_gather_rows_coalesced(
                 shape = (sum(counts[index] for counts in rows), *tensors[index].shape[1:])
                 # If there is only one tensor, and no padding, the block is the result, and no copy is needed.
                 is_whole = len(members) == 1 and block.numel() == sum(map(torch.numel, parts))
-                outputs[index] = (block.view(-1) if is_whole else torch.cat(parts)).view(shape)
+                outputs[index] = _shaped(block.view(-1) if is_whole else torch.cat(parts), shape)
 
         finishers.append(unpack)
 
@@ -324,7 +324,7 @@ def reduce_scatter_rows_coalesced(
         works.append(chosen.reduce_scatter(output, parts, op, async_op=async_op))
         sizes = [of_tensor[chosen.rank].numel() for of_tensor in pieces]
         for index, part, of_tensor in zip(members, torch.split(output, sizes), pieces, strict=True):
-            outputs[index] = part.view(of_tensor[chosen.rank].shape)
+            outputs[index] = _shaped(part, of_tensor[chosen.rank].shape)
 
     pending = PendingResult(works, lambda: [_scaled_again(output, postscale) for output in outputs])
     return pending if async_op else pending.wait()
@@ -530,6 +530,12 @@ def _by_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     for index, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
     return list(kinds.values())
+
+
+def _shaped(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    # Autograd lets no caller change a view in place. And views share a version counter, so a change of one result would look
+    # like a change of the other results. `data` is the same memory, but no view, and has a counter of its own.
+    return part.view(shape).data
 
 
 def _width(tensor: torch.Tensor) -> int:
