@@ -306,6 +306,21 @@ def test_the_algorithm_of_the_latest_call_is_told() -> None:
     assert group.algorithm_of("broadcast", torch.zeros(3)) == "recording"
 
 
+def test_the_algorithm_is_told_while_calls_begin() -> None:
+    group, _ = make()
+
+    class Name(str):
+        def __eq__(self, other: object) -> bool:
+            group.all_reduce(torch.ones(len(group._plans) + 1))
+            return super().__eq__(other)
+
+        __hash__ = str.__hash__
+
+    for numel in (1, 2):
+        group.all_reduce(torch.ones(numel))
+    assert group.algorithm_of(Name("all_reduce"), torch.zeros(1)) == "recording"
+
+
 def test_the_record_says_where_a_call_by_a_kept_plan_was_made() -> None:
     group, transport = make()
     tensor = torch.ones(3)

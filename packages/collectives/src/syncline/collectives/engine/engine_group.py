@@ -95,9 +95,10 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @override
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
-        # Look at the last plan first, because such tensors may have several plans, with different reductions or roots.
+        # Look at the last plan first, because such tensors may have several plans, with different reductions or roots. Look at
+        # a copy, because the group's thread may add a plan meanwhile.
         wanted = (name, tensor.dtype, tensor.shape)
-        for signature, plan in reversed(self._plans.items()):
+        for signature, plan in reversed(list(self._plans.items())):
             if (signature.name, signature.dtype, signature.shape) == wanted:
                 return plan.algorithm
         return None
