@@ -19,10 +19,12 @@ def ring(group: ProcessGroup) -> None:
     for dtype in MOVABLE_DTYPES:
         tensor = torch.zeros(11, dtype=dtype)
         receiving = group.recv(tensor, left, async_op=True)
-        group.send(values((11,), group.rank, dtype), right)
+        sending = group.send(values((11,), group.rank, dtype), right, async_op=True)
         receiving.wait()
+        sending.wait()
         expect(tensor, values((11,), left, dtype), f"{dtype} from rank {left}")
         expect_equal(receiving.source_rank(), left, "source rank")
+        expect_equal(sending.source_rank(), None, "source rank of a send")
     for layout in LAYOUTS:
         laid = Laid(layout, values(layout.shape, group.size))
         receiving = group.recv(laid.tensor, left, async_op=True)

@@ -199,7 +199,7 @@ class MPIRequest(Request):
 
     @override
     def source(self) -> int | None:
-        return self._status.Get_source() if self._over else None
+        return self._status.Get_source() if self._over and self._receives else None
 
 
 # Only Open MPI with `mpirun --with-ft ulfm` (ULFM) knows which ranks have failed. With other MPIs the functions below find no
