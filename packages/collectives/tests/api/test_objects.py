@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from syncline.collectives import (
+    InvalidArgumentError,
     NotInitializedError,
     ProcessGroup,
     destroy_process_group,
@@ -79,3 +80,21 @@ def test_what_does_not_pickle_fails_before_anything_is_sent() -> None:
         return exchange_objects(group.rank, group=group)
 
     assert run_ranks(2, body) == [[0, 1], [0, 1]]
+
+
+def test_a_rank_that_is_not_the_root_may_pass_an_empty_list() -> None:
+    def body(group: ProcessGroup) -> list[object]:
+        gathered: list[object] = [None] * 3 if group.rank == 1 else []
+        gather_object(group.rank, gathered, group=group, group_dst=1)
+        return gathered
+
+    assert run_ranks(3, body) == [[], [0, 1, 2], []]
+
+
+def test_only_the_root_passes_a_list_to_fill() -> None:
+    def body(group: ProcessGroup) -> None:
+        wrong, found = (None, "expected a list") if group.rank == 1 else ([None] * 2, "expected None, for it is not the root")
+        with pytest.raises(InvalidArgumentError, match=found):
+            gather_object(group.rank, wrong, group=group, group_dst=1)
+
+    run_ranks(2, body)

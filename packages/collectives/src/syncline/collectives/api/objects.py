@@ -48,19 +48,22 @@ def gather_object(
 ) -> None:
     """Fill the `object_gather_list` of one rank, the root, with the objects of all ranks. Objects are sent as pickles.
 
-    Only the root unpickles the objects. Other ranks pass None as the list. Pass the root as `dst` (a rank of the default group)
-    or as `group_dst` (a rank of the group); without both, the root is rank 0 of the group.
+    Only the root unpickles the objects. Other ranks pass None or an empty list. Pass the root as `dst` (a rank of the default
+    group) or as `group_dst` (a rank of the group); without both, the root is rank 0 of the group.
     """
     chosen = resolve_group(group)
     root = rank_in(chosen, dst, group_dst, default=0)
-    if (chosen.rank == root) != (object_gather_list is not None):
-        expected = "a list" if chosen.rank == root else "None, for it is not the root"
-        raise InvalidArgumentError(f"gather_object on {chosen.place()}: expected {expected} as object_gather_list")
+    is_root = chosen.rank == root
     if object_gather_list is not None:
         _check_list("gather_object", object_gather_list, chosen)
+    # An empty list on a rank that is not the root counts as None, as in torch.
+    is_given = object_gather_list is not None and (is_root or len(object_gather_list) > 0)
+    if is_root != is_given:
+        expected = "a list" if is_root else "None, for it is not the root"
+        raise InvalidArgumentError(f"gather_object on {chosen.place()}: expected {expected} as object_gather_list")
     # Only the root unpickles the objects, because a class may exist only there.
     pickles = object_exchange.all_gather_bytes(pickle.dumps(obj), group=chosen)
-    if object_gather_list is not None:
+    if object_gather_list is not None and is_root:
         object_gather_list[:] = [pickle.loads(entry) for entry in pickles]
 
 
