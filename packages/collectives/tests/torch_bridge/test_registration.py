@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -325,6 +327,14 @@ def test_empty_lists_and_wrong_roots_are_refused() -> None:
         options.rootTensor = 1
         with pytest.raises(InvalidArgumentError, match=r"expected rootTensor in 0\.\.0, found 1"):
             call([torch.ones(1)], options)
+
+
+@pytest.mark.parametrize("splits", [np.array([3]), np.array([], dtype=np.int64), [], (3,)], ids=repr)
+def test_splits_are_lists_or_arrays_and_empty_splits_mean_equal_numbers(splits: Any) -> None:
+    init()
+    output = torch.zeros(3)
+    dist.all_to_all_single(output, torch.arange(3.0), splits, splits)
+    assert output.tolist() == [0.0, 1.0, 2.0]
 
 
 def test_groups_have_sequence_numbers() -> None:

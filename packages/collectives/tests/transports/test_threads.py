@@ -358,3 +358,18 @@ def test_counts_may_be_narrow_integers_of_numpy() -> None:
         assert group.allocate(np.int8(100), torch.float64).numel() == 100  # type: ignore[arg-type]
 
     run_ranks(2, body)
+
+
+def test_splits_and_members_may_be_arrays_of_numpy() -> None:
+    def body(group: ProcessGroup) -> list[float]:
+        unchecked: Any = group
+        with pytest.raises(InvalidArgumentError, match="input splits to be a list of integers"):
+            unchecked.all_to_all_single(torch.zeros(2), torch.ones(2), None, np.array([1.0, 1.0]))
+        with pytest.raises(InvalidArgumentError, match="output splits to be a list of integers"):
+            unchecked.all_to_all_single(torch.zeros(3), torch.ones(3), np.array(3), [1, 2])
+        output, received = torch.zeros(3), [2, 1] if group.rank == 0 else [1, 2]
+        member = unchecked.subset(np.array([0, 1]), "both")
+        member.all_to_all_single(output, torch.arange(3.0) + 10 * group.rank, np.array(received), np.array(received))
+        return output.tolist()
+
+    assert run_ranks(2, body) == [[0, 1, 10], [2, 11, 12]]

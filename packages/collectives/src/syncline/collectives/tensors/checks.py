@@ -121,8 +121,8 @@ def is_integer(value: object) -> bool:
 
 
 def is_list_of_integers(value: object) -> bool:
-    """Whether `value` is a sequence that holds only integers."""
-    return isinstance(value, Sequence) and all(map(is_integer, value))
+    """Whether `value` is a list in the sense of `is_list`, and holds only integers."""
+    return is_list(value) and all(map(is_integer, cast(Sequence[object], value)))
 
 
 def is_list(value: object, kind: type = object) -> bool:
@@ -130,7 +130,11 @@ def is_list(value: object, kind: type = object) -> bool:
     if isinstance(value, torch.Tensor | str | bytes | Mapping):
         return False
     # Not `Sequence`: torch's ParameterList and numpy's arrays are lists, too, but are not derived from it.
-    if not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):
+    try:
+        len(value)  # type: ignore[arg-type]  # an array of NumPy without a dimension has `__len__`, but no length
+    except TypeError:
+        return False
+    if not hasattr(value, "__getitem__"):
         return False
     return kind is object or all(isinstance(entry, kind) for entry in cast(Sequence[object], value))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -254,7 +254,7 @@ class TorchCollectives(CallIssuer):
         timeout: timedelta | None = None,
     ) -> dist.Work:
         """Send rows of `input` to each rank, and receive rows from each rank. Without sizes, the rows are divided equally."""
-        group, sizes = self.syncline_group, (output_split_sizes or None, input_split_sizes or None)
+        group, sizes = self.syncline_group, (_given(output_split_sizes), _given(input_split_sizes))
         return self._issue(
             "all_to_all",
             [input],
@@ -383,6 +383,11 @@ def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op
     return FutureWork(future, list(tensors), lambda: f"allreduce of {len(tensors)} tensors on {group.place()}")
 
 
+def _given(splits: Sequence[int] | None) -> Sequence[int] | None:
+    # An empty list means None in torch. A test of its truth would fail for an array of NumPy.
+    return None if checks.is_list(splits) and len(cast(Sequence[int], splits)) == 0 else splits
+
+
 def _splits(
     output: torch.Tensor, input: torch.Tensor, sizes: tuple[Sequence[int] | None, Sequence[int] | None], ranks: int
 ) -> tuple[list[int] | None, ...]:
@@ -392,4 +397,4 @@ def _splits(
     both = ((output, sizes[0]), (input, sizes[1]))
     if any(checks.bad_splits("tensor", tensor, splits, ranks) for tensor, splits in both):
         return None, None
-    return tuple(list(splits or [tensor.shape[0] // ranks] * ranks) for tensor, splits in both)
+    return tuple([tensor.shape[0] // ranks] * ranks if splits is None else list(map(int, splits)) for tensor, splits in both)
