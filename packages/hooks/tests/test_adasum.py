@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from syncline.collectives import MisuseError, ProcessGroup
+from syncline.collectives import MisuseError, ProcessGroup, adasum_coalesced
 from syncline.collectives.testing import run_ranks
 from syncline.hooks import adasum_hook
 from syncline.hooks.testing import FakeBucket
@@ -47,6 +47,16 @@ def test_adasum_is_the_formula_of_the_paper_layer_by_layer(world_size: int) -> N
         for result in results:
             np.testing.assert_allclose(result[layer].numpy().ravel(), by_numpy(vectors), rtol=1e-11)
             assert torch.equal(result[layer], results[0][layer])
+
+
+def test_tensors_of_inference_mode_are_combined() -> None:
+    def body(group: ProcessGroup) -> list[float]:
+        with torch.inference_mode():
+            tensor = torch.tensor([1.0, 0.0]) if group.rank == 0 else torch.tensor([0.0, 2.0])
+        adasum_coalesced([tensor], group)
+        return tensor.tolist()
+
+    assert run_ranks(2, body) == [[1.0, 2.0]] * 2
 
 
 def test_a_rank_without_a_gradient_changes_nothing() -> None:

@@ -9,6 +9,7 @@ import torch
 from ..errors import InvalidArgumentError
 from ..group import ProcessGroup
 from ..tensors import checks
+from ..tensors.layout import untracked
 from .default_group import resolve_group
 
 
@@ -48,7 +49,7 @@ def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None
         )
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     _combine_all(flat, [tensor.numel() for tensor in tensors], chosen)
-    with torch.no_grad():
+    with untracked():
         for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
