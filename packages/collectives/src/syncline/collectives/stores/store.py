@@ -87,8 +87,8 @@ class Store(ABC):
         """Add `amount` to the number stored under `key` (0 if there is none), and return the sum.
 
         Raises:
-            InvalidArgumentError: the value is not a number (digits, perhaps with a minus before them), or the amount or the sum
-                does not fit into 64 bits.
+            InvalidArgumentError: the value is not a number (digits, perhaps with a minus before them), the amount is not an
+                integer, or the amount or the sum does not fit into 64 bits.
         """
 
     @abstractmethod

@@ -47,9 +47,12 @@ def as_amount(key: str, amount: int) -> int:
     """Return the `amount` of an `add`. `key` is only for the error message.
 
     Raises:
-        InvalidArgumentError: the amount does not fit into 64 bits.
+        InvalidArgumentError: the amount is not an integer, or does not fit into 64 bits.
     """
-    number = index(amount)
+    try:
+        number = index(amount)
+    except TypeError as error:
+        raise InvalidArgumentError(f"add({key!r}, ...): expected an integer as the amount, found {amount!r}") from error
     if not SMALLEST <= number <= LARGEST:
         raise InvalidArgumentError(f"add({key!r}, {amount}): the amount does not fit into 64 bits")
     return number

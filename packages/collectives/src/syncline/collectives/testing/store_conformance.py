@@ -288,12 +288,16 @@ def a_clone_has_a_limit_of_its_own(open_store: OpenStore) -> None:
 
 
 def wrong_arguments_are_refused(open_store: OpenStore) -> None:
-    """Check that these are refused: one key in place of a list, an int as a value, bytes as a key, and a lone surrogate."""
+    """Check that wrong arguments are refused.
+
+    They are: one key in place of a list, an int as a value, bytes as a key, a float as an amount, and a lone surrogate.
+    """
     store = open_store()
     _expect_error(InvalidArgumentError, lambda: store.check("abc"), "check('abc')")
     _expect_error(InvalidArgumentError, lambda: store.wait("abc", SHORT_S), "wait('abc')")
     _expect_error(InvalidArgumentError, lambda: store.set("key", 3), "set('key', 3)")  # type: ignore[arg-type]
     _expect_error(InvalidArgumentError, lambda: store.set(b"key", "1"), "set(b'key', ...)")  # type: ignore[arg-type]
+    _expect_error(InvalidArgumentError, lambda: store.add("key", 1.5), "add('key', 1.5)")  # type: ignore[arg-type]
     lone = "\udc80"
     for call in (
         partial(store.set, lone, "1"),
