@@ -35,7 +35,8 @@ class ProcessGroup(ABC):
 
     **Results.** Each collective returns a `Work`. With `async_op=False` the collective has finished when the method returns (on
     CUDA, the current stream waits for the collective instead). With `async_op=True` do not read or write the tensors until the
-    work's `wait()` returns.
+    work's `wait()` returns. To pass a tensor to another collective is to read it, too: some collectives, such as a
+    `reduce_scatter` of different sizes, read their inputs when they are called, not when the earlier collective has finished.
 
     **Tensors.** A group sends every dtype that torch can copy; `ReduceOp` lists the dtypes of each reduction. A tensor's device
     must be of a type in `device_types`. All tensors that a rank passes to one call are on one type of device. Outputs are
