@@ -532,6 +532,31 @@ def test_a_package_may_end_the_program_before_its_module_runs(run_job, tmp_path:
     assert "Traceback" not in job.output
 
 
+def test_a_package_may_end_the_program_on_one_rank(run_job, tmp_path: Path) -> None:
+    (tmp_path / "uneven").mkdir()
+    (tmp_path / "uneven" / "__init__.py").write_text("import os, sys\nif os.environ['RANK'] == '1': sys.exit(0)\n")
+    (tmp_path / "uneven" / "__main__.py").write_text("print('the other runs')\n")
+    job = run_job(2, "", *RUN, "-m", "uneven", PYTHONPATH=str(tmp_path))
+    assert job.status == 0, job.output
+    assert lines(job.output, "the other") == ["the other runs"]
+
+
+def test_a_rank_that_fails_before_its_script_ends_the_job(run_job) -> None:
+    run = """
+        import os, sys
+        from syncline.collectives.cli.run import command, output
+        def fail(rank):
+            if rank == 1:
+                raise BlockingIOError(11, "no process left")
+        output.tag_lines = fail
+        sys.exit(command.main(["--tag-output", "-m", "this"]))
+    """
+    job = run_job(2, run, "script.py")
+    assert job.status == 1, job.output
+    assert "BlockingIOError: [Errno 11] no process left" in job.output
+    assert "Zen" not in job.output
+
+
 # ---- ranks of its own ----
 
 # The command on a machine without MPI.

@@ -162,6 +162,8 @@ def test_bench_draws(syncline, tmp_path: Path) -> None:
         (["--sizes", "4", "many"], "expected a size such as"),
         (["--sizes", "8", "4"], "expected a smallest and a largest size"),
         (["--json", "no/such/folder.json"], "there is no folder"),
+        (["--json", "/"], "cannot write /: it is a folder"),
+        (["--plot", "figures.gossip"], "cannot write figures.gossip: expected one of the suffixes"),
         (["--collective", "gossip"], "invalid choice: 'gossip'"),
     ],
 )
@@ -172,6 +174,18 @@ def test_bench_refuses(arguments: list[str], words: str, capsys: pytest.CaptureF
         status = ended.code
     assert status == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_bench_writes_its_figures_although_it_cannot_print(python: list[str], tmp_path: Path) -> None:
+    options = ["--sizes", "4", "4", "--seconds", "0.01", "--dtypes", "int32", "int32", "--json", "figures.json"]
+    command = [*python, "-m", "syncline.collectives", "bench", *options]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S)
+    assert "No space left on device" in done.stderr
+    # A dtype that is named twice is measured once.
+    (measured,) = json.loads((tmp_path / "figures.json").read_text())["measurements"]
+    assert measured["dtype"] == "int32"
 
 
 @pytest.mark.parametrize("command", ["doctor", "bench"])

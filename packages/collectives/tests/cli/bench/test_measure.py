@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import threading
+from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from syncline.collectives import InvalidArgumentError, ProcessGroup, TransportError
-from syncline.collectives.cli.bench import KINDS, Buffers, Case, Measurement, Subject, measure
+from syncline.collectives.cli.bench import KINDS, Buffers, Case, Measurement, Subject, command, measure
 from syncline.collectives.cli.bench.subjects import Floor, GroupSubject, connect_subject
 from syncline.collectives.transports.threads import create_groups
 
@@ -37,6 +39,19 @@ def on_ranks(size: int, body: Callable[[ProcessGroup], object]) -> list[object]:
     for group in groups:
         group.close()
     return results
+
+
+def test_rank_0_alone_needs_the_folder_of_the_figures(tmp_path: Path) -> None:
+    def body(group: ProcessGroup) -> None:
+        folder = tmp_path if (group.rank == 0) == has_it else tmp_path / "gone"
+        command._check_outputs(Namespace(json=folder / "figures.json", plot=None), group)
+
+    has_it = True
+    assert on_ranks(2, body) == [None, None]
+    has_it = False
+    for error in on_ranks(2, body):
+        assert isinstance(error, InvalidArgumentError)
+        assert f"there is no folder {tmp_path / 'gone'}" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -43,15 +43,62 @@ def test_a_signal_while_the_ranks_are_started_reaches_all_of_them(tmp_path: Path
     assert (done.returncode, len(pids), left) == (128 + signal.SIGTERM, 2, [])
 
 
+def started(program: str, rank_program: str) -> subprocess.CompletedProcess[str]:
+    """Start two ranks without MPI, in a process that begins with `program`. Each rank runs `rank_program`."""
+    begin = f"""{program}
+import os, signal, sys
+from syncline.collectives.cli.run import local
+sys.orig_argv = [sys.executable, "-c", {rank_program!r}]
+local.find_spec = lambda name: None
+sys.exit(local.start_ranks(2))
+"""
+    return subprocess.run([sys.executable, "-c", begin], capture_output=True, text=True, timeout=LIMIT_S)
+
+
+FAILING = """
+import os, signal, sys, time
+if os.environ["RANK"] == "1":
+    {}
+time.sleep(600)
+"""
+
+
+def test_a_signal_without_a_name_is_told() -> None:
+    done = started("", FAILING.format("os.kill(os.getpid(), signal.SIGRTMIN + 6)"))
+    number = int(signal.SIGRTMIN) + 6
+    assert done.returncode == 128 + number, done.stderr
+    assert f"was ended by signal {number} (Real-time signal 6); the other ranks are ended" in done.stderr
+
+
+def test_all_ranks_are_ended_although_nobody_reads_the_errors() -> None:
+    done = started(
+        "import os; reading, writing = os.pipe(); os.dup2(writing, 2); os.close(reading)", FAILING.format("sys.exit(3)")
+    )
+    assert done.returncode == 3
+
+
+def test_the_status_is_known_although_the_caller_ignores_children() -> None:
+    ignoring = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
+    done = started(ignoring, FAILING.format("sys.exit(3)"))
+    assert done.returncode == 3, done.stderr
+
+
+def test_an_argument_that_mpiexec_takes_for_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_mpiexec", lambda: "/mpi/mpiexec")
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "syncline", "run", "-n", "2", "train.py", "--separator", ":"])
+    with pytest.raises(LaunchError, match="the argument ':' cannot be passed on"):
+        local.start_ranks(2)
+
+
 def test_ranks_are_ended_if_there_is_no_process_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = list[subprocess.Popen[bytes]]()
+    made = list[subprocess.Popen[bytes]]()
 
     class OneProcess(subprocess.Popen[bytes]):
         def __init__(self, *words: Any, **options: Any) -> None:
-            if started:
+            if made:
                 raise BlockingIOError(11, "Resource temporarily unavailable")
             super().__init__(*words, **options)
-            started.append(self)
+            made.append(self)
 
     monkeypatch.setattr(subprocess, "Popen", OneProcess)
     monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-c", "import time; time.sleep(600)"])
@@ -62,4 +109,4 @@ def test_ranks_are_ended_if_there_is_no_process_for_the_next(monkeypatch: pytest
             local.start_ranks(3)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    assert started[0].wait(100) == -signal.SIGKILL
+    assert made[0].returncode == -signal.SIGKILL

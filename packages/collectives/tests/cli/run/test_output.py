@@ -62,6 +62,25 @@ def test_a_carriage_return_before_a_newline_ends_no_line(pieces: list[bytes]) ->
         comes_out(reading, b"[1] \n[1] \n[1] last\n")
 
 
+FORKING = """
+import os
+from syncline.collectives.cli.run.output import tag_lines
+tag_lines(1)
+if os.fork() == 0:
+    os._exit(0)
+os.wait()
+try:
+    os.wait()
+except ChildProcessError:
+    print("no other child")
+"""
+
+
+def test_the_program_is_no_child_of_the_rank() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout == "[1] no other child\n", done.stderr
+
+
 CLOSED = """
 import os, sys
 from syncline.collectives.cli.run.output import tag_lines

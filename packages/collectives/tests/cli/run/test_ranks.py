@@ -48,6 +48,13 @@ def test_slurm_without_mpi(without_mpi: None) -> None:
     assert another_step.port != job.port
 
 
+def test_a_rank_whose_starter_has_ended_starts_no_job() -> None:
+    started = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4321"}
+    run_id = f"{started_id(os.getpid())}0123abcd"  # a process that is not the parent of this one
+    with pytest.raises(LaunchError, match="`syncline run` that started this rank has ended"):
+        find_job({**started, "TORCHELASTIC_RUN_ID": run_id}, 3)
+
+
 def test_pmi_without_mpi(without_mpi: None) -> None:
     hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
     job = find_job(hydra, None)

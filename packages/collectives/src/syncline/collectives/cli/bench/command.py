@@ -13,14 +13,25 @@ from typing import Any, cast
 import torch
 
 from ...api.default_group import destroy_process_group, init_process_group
+from ...api.object_exchange import broadcast_object
 from ...api.placement import default_device, placement_of
-from ...errors import InvalidArgumentError
+from ...errors import InvalidArgumentError, SynclineError
 from ...group import ProcessGroup
 from ...reduce_op import BOOL, DTYPES_OF, ReduceOp
 from ..options import seconds
 from .kinds import CPU, KINDS
 from .measure import Case, measure
-from .results import Measurement, in_json, in_text, ladder, parse_size, require_matplotlib, save_plot, size_in_words
+from .results import (
+    Measurement,
+    check_suffix,
+    in_json,
+    in_text,
+    ladder,
+    parse_size,
+    require_matplotlib,
+    save_plot,
+    size_in_words,
+)
 from .subjects import Subject, connect_subject, default_subjects
 
 HELP = "measure latency and bandwidth of collectives, backends side by side"
@@ -77,12 +88,12 @@ def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
             writes them to the file of `--json`.
     """
     cases = _cases(arguments)
-    _check_outputs(arguments)
     _check_device(arguments.device)
     names = arguments.backends
     control = init_process_group(timeout=TIMEOUT_S)
     subjects: list[Subject] = []
     try:
+        _check_outputs(arguments, control)
         device = _device(arguments.device, control)
         for name in dict.fromkeys(names or default_subjects(control)):
             subjects.append(connect_subject(name, control))
@@ -107,6 +118,8 @@ def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
 
 
 def _say_progress(case: Case, number: int, of: int) -> None:
+    if sys.stderr is None:  # the script's caller has closed it
+        return
     dtype = str(case.dtype).removeprefix("torch.")
     size = size_in_words(case.size_bytes)
     # On a terminal each text replaces the previous text. In a job's log each text gets its own line.
@@ -128,7 +141,7 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
     sizes = ladder(smallest, largest, arguments.factor)
     if arguments.sizes is None:
         sizes = sorted({*sizes, DDP_BUCKET_BYTES})
-    dtypes = [_dtype(name) for name in arguments.dtypes]
+    dtypes = [_dtype(name) for name in dict.fromkeys(arguments.dtypes)]
     cases: list[Case] = []
     for collective in dict.fromkeys(arguments.collective):
         if collective == "barrier":
@@ -162,12 +175,29 @@ def _device(kind: str, control: ProcessGroup) -> torch.device:
     return device
 
 
-def _check_outputs(arguments: argparse.Namespace) -> None:
+def _check_outputs(arguments: argparse.Namespace, control: ProcessGroup) -> None:
+    """Check on rank 0 that it can write the files. All ranks call this, and raise the same error."""
+    problem = None
+    # Only rank 0 writes, and other hosts may lack the folder.
+    if control.rank == 0:
+        try:
+            _check_files(arguments)
+        except SynclineError as error:
+            problem = error
+    problem = broadcast_object(problem, 0, group=control)
+    if problem is not None:
+        raise problem
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    for path in filter(None, (arguments.json, arguments.plot)):
+        if not path.resolve().parent.is_dir():
+            raise InvalidArgumentError(f"cannot write {path}: there is no folder {path.resolve().parent}")
+        if path.is_dir():
+            raise InvalidArgumentError(f"cannot write {path}: it is a folder")
     if arguments.plot is not None:
         require_matplotlib()
-    for path in (arguments.json, arguments.plot):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise InvalidArgumentError(f"cannot write {path}: there is no folder {path.resolve().parent}")
+        check_suffix(arguments.plot)
 
 
 def _environment(control: ProcessGroup, device: torch.device) -> dict[str, Any]:
@@ -186,12 +216,26 @@ def _environment(control: ProcessGroup, device: torch.device) -> dict[str, Any]:
 def _show(
     measurements: list[Measurement], environment: dict[str, Any], arguments: argparse.Namespace, verdicts: Sequence[str]
 ) -> None:
+    try:
+        _write(measurements, environment, arguments, verdicts)
+    # Also if a file cannot be written, the figures are shown. And they are written first, because printing fails if the reader
+    # of the output has ended.
+    finally:
+        _print(measurements, environment, verdicts)
+
+
+def _print(measurements: list[Measurement], environment: dict[str, Any], verdicts: Sequence[str]) -> None:
     print(", ".join(f"{name} {value}" for name, value in environment.items()))
     print("seconds per call on the slowest rank; size and bandwidths as nccl-tests define them\n")
     print(in_text(measurements))
     refused = {f"{row.backend}: {row.collective} of {row.dtype}: {row.note}" for row in measurements if not row.samples_s}
     print("".join(f"\nnot measured: {line}" for line in sorted(refused)), end="")
     print("".join(f"\n{line}" for line in verdicts), flush=True)
+
+
+def _write(
+    measurements: list[Measurement], environment: dict[str, Any], arguments: argparse.Namespace, verdicts: Sequence[str]
+) -> None:
     if arguments.json is not None:
         figures = {**in_json(measurements, environment), **({"verdicts": list(verdicts)} if verdicts else {})}
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")

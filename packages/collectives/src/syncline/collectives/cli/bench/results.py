@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from ...errors import InvalidArgumentError, MisuseError
@@ -173,6 +174,19 @@ def require_matplotlib() -> None:
     """
     if find_spec("matplotlib") is None:
         raise MisuseError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+
+
+def check_suffix(path: Path) -> None:
+    """Check that `save_plot` can write a file with this suffix.
+
+    Raises:
+        InvalidArgumentError: matplotlib does not know the suffix.
+    """
+    from matplotlib.figure import Figure
+
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise InvalidArgumentError(f"cannot write {path}: expected one of the suffixes {', '.join(known)}, found {path.suffix}")
 
 
 def save_plot(measurements: Sequence[Measurement], path: str) -> None:

@@ -52,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if not _starts_mpi():
         return _examine(arguments)
+    # If this process has inherited that SIGCHLD is ignored, the system keeps no exit status.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     heard, told = os.pipe()
     child = os.fork()
     if child == 0:

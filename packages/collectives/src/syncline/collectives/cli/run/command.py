@@ -12,7 +12,7 @@ from zlib import crc32
 
 from ...errors import InvalidArgumentError, LaunchError, SynclineError
 from ...startup.launch import take_launch
-from ...startup.uncaught_errors import is_first, run_began_s
+from ...startup.uncaught_errors import is_first, run_began_s, say
 from ..options import seconds
 from .answers import BACKENDS, DDP_ENTRY_POINTS, Answers
 from .ending import Ending
@@ -69,16 +69,19 @@ def run(arguments: argparse.Namespace) -> int:
     except SynclineError as error:
         _refuse(str(error))
     ending = Ending(job)
-    _redirect(arguments, job)
-    _set_environment(arguments, job)
-    ddp = None if arguments.ddp == "torch" else lambda: _load_ddp(arguments.ddp)
-    Answers(job, arguments.backend, ddp, arguments.timeout).prepare()
+    try:
+        _redirect(arguments, job)
+        _set_environment(arguments, job)
+        ddp = None if arguments.ddp == "torch" else lambda: _load_ddp(arguments.ddp)
+        Answers(job, arguments.backend, ddp, arguments.timeout).prepare()
+    except BaseException as error:  # noqa: BLE001 - the other ranks would wait for this rank for ever
+        ending.fail(error)
     script = _find(arguments, job, ending)
     try:
         _run(script, arguments.arguments, ending)
     finally:
         is_rank_0 = job.rank == 0 and os.getpid() == job.pid  # a forked child of rank 0 prints nothing
-        if arguments.trace is not None and is_rank_0 and "syncline.ddp" not in sys.modules:
+        if arguments.trace and is_rank_0 and "syncline.ddp" not in sys.modules:
             _say("--trace recorded nothing: the script used no DistributedDataParallel of Syncline; add `--ddp syncline`")
     return 0
 
@@ -115,9 +118,9 @@ def _redirect(arguments: argparse.Namespace, job: Job) -> None:
 
 def _set_environment(arguments: argparse.Namespace, job: Job) -> None:
     if arguments.trace is not None:
-        os.environ["SYNCLINE_TRACE"] = os.path.abspath(arguments.trace)
+        os.environ["SYNCLINE_TRACE"] = _absolute(arguments.trace)
     if arguments.report_dir is not None:
-        os.environ["SYNCLINE_REPORT_DIR"] = os.path.abspath(arguments.report_dir)
+        os.environ["SYNCLINE_REPORT_DIR"] = _absolute(arguments.report_dir)
     if arguments.timeout is not None:
         os.environ["SYNCLINE_TIMEOUT_S"] = f"{arguments.timeout:g}"
     threads = None
@@ -164,6 +167,7 @@ def _find(arguments: argparse.Namespace, job: Job, ending: Ending) -> Script:
         problem = f"the script is no Python:\n{lines.rstrip()}", 1
     except SystemExit as error:  # a module's package has ended the program
         ending.note_exit(error)
+        job.exchange(None)  # the other ranks may have found the script, and wait for this rank
         raise
     except BaseException as error:  # noqa: BLE001 - a module's packages run here; their errors end the job
         ending.fail(error)
@@ -205,7 +209,11 @@ def _refuse(message: str, status: int = 2) -> NoReturn:
 
 
 def _say(message: str) -> None:
-    print(f"syncline run: {message}", file=sys.stderr, flush=True)
+    say(f"syncline run: {message}")
+
+
+def _absolute(folder: str) -> str:
+    return os.path.abspath(folder) if folder else ""  # an empty text switches off what would be written there
 
 
 def _at_least_one(text: str) -> int:

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ...errors import LaunchError
+from ...startup.uncaught_errors import say
 from .ranks import free_port, started_id
 
 # Signals that are passed on to the ranks. A Ctrl-C from the terminal is not passed on; see `_supervise`.
@@ -32,11 +33,16 @@ def start_ranks(count: int) -> int:
         failed.
 
     Raises:
-        LaunchError: this machine cannot start so many processes.
+        LaunchError: this machine cannot start so many processes, or mpiexec would misunderstand an argument of the script.
     """
     command = _this_command()
     mpiexec = _mpiexec() if find_spec("mpi4py") is not None else None
     if mpiexec is not None:
+        if ":" in command:
+            raise LaunchError(
+                "the argument ':' cannot be passed on, because mpiexec begins another program there; write it together with "
+                "its option (--separator=:)"
+            )
         os.execve(mpiexec, [mpiexec, "-n", str(count), *command], {**os.environ, **_for_open_mpi()})
     return _start_processes(command, count)
 
@@ -73,6 +79,8 @@ def _start_processes(command: Sequence[str], count: int) -> int:
         "MASTER_PORT": str(free_port()),
         "TORCHELASTIC_RUN_ID": f"{started_id(os.getpid())}{secrets.token_hex(4)}",
     }
+    # If this process has inherited that SIGCHLD is ignored, the system keeps no exit statuses.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # A signal that comes while the ranks are started waits for `_supervise`. It would end this process alone.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*_SIGNALS, signal.SIGCHLD))
     ranks = list[subprocess.Popen[bytes]]()
@@ -85,8 +93,10 @@ def _start_processes(command: Sequence[str], count: int) -> int:
                 preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
             )
             ranks.append(process)
-    except OSError as error:
+    except (OSError, subprocess.SubprocessError) as error:
         _send(ranks, signal.SIGKILL)
+        for started in ranks:
+            started.wait()
         raise LaunchError(
             f"this machine cannot start rank {len(ranks)} of {count}: {error}; the ranks before it are ended. Start fewer "
             "ranks (-n), or raise the limit for processes (`ulimit -u`)"
@@ -122,8 +132,8 @@ def _tell_of_first(ranks: list[subprocess.Popen[bytes]]) -> None:
     number, rank = next((number, rank) for number, rank in enumerate(ranks) if rank.returncode)
     how = f"exited with status {rank.returncode}"
     if rank.returncode < 0:
-        how = f"was ended by signal {-rank.returncode} ({signal.Signals(-rank.returncode).name})"
-    print(f"syncline run: rank {number} (pid {rank.pid}) {how}; the other ranks are ended", file=sys.stderr, flush=True)
+        how = f"was ended by signal {-rank.returncode} ({signal.strsignal(-rank.returncode)})"
+    say(f"syncline run: rank {number} (pid {rank.pid}) {how}; the other ranks are ended")
 
 
 def _send(ranks: list[subprocess.Popen[bytes]], number: signal.Signals) -> None:

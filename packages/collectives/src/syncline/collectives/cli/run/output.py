@@ -36,11 +36,13 @@ def tag_lines(rank: int) -> None:
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number that is free
     pipes = [os.pipe(), os.pipe()]
-    subprocess.Popen(
+    # This program goes on in a process that is no child of this rank, because a script may wait for all its children.
+    subprocess.run(
         [sys.executable, "-I", "-S", __file__, f"[{rank}] ", *(str(reading) for reading, _ in pipes)],
         stdin=subprocess.DEVNULL,
         pass_fds=[reading for reading, _ in pipes],
         start_new_session=True,  # a signal to the job's process group must not end this program before the rank
+        check=True,
     )
     for number, (reading, writing) in enumerate(pipes, start=1):
         os.dup2(writing, number)
@@ -88,4 +90,6 @@ def _write_all(target: int, text: bytes) -> None:
 
 
 if __name__ == "__main__":
+    if os.fork():
+        os._exit(0)
     _filter(sys.argv[1].encode(), {int(source): target for target, source in enumerate(sys.argv[2:], start=1)})

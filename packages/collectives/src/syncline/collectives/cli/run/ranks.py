@@ -127,8 +127,8 @@ def find_job(environ: Mapping[str, str], wanted: int | None) -> Job | None:
     for (`-n`).
 
     Raises:
-        LaunchError: two launchers were used, a rank of a job started this process, or the launcher and the MPI library belong
-            to different MPIs.
+        LaunchError: two launchers were used, a rank of a job started this process, the `syncline run` that started this rank
+            has ended, or the launcher and the MPI library belong to different MPIs.
     """
     run_id = environ.get("TORCHELASTIC_RUN_ID", "")
     if run_id.startswith(started_id(os.getppid())):
@@ -138,6 +138,12 @@ def find_job(environ: Mapping[str, str], wanted: int | None) -> Job | None:
         raise LaunchError(
             f"a rank of the job (pid {parent}) started this process, which is no rank itself.\n"
             "Start it with `python`; or outside of the job, with `mpirun -n N syncline run ...`"
+        )
+    if run_id.startswith(f"{RUN_ID_PREFIX}started-"):
+        # Without this error, each such rank would start a job of its own.
+        raise LaunchError(
+            "the `syncline run` that started this rank has ended, so this rank ends, too (or TORCHELASTIC_RUN_ID is left over "
+            "from an earlier job: unset it)"
         )
     if "TORCHELASTIC_RESTART_COUNT" in environ and run_id and not is_own_run_id(run_id):
         raise LaunchError(
