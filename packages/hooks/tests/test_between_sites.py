@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +33,17 @@ def test_the_means_of_sites_are_rounded_and_their_sum(labels: str) -> None:
     expected = sum((term / len(labels)).bfloat16().float() for term in inside).bfloat16().float()
     for result in run_ranks(len(labels), body):
         assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("labels", ["aa", "ab", "aabb"])
+def test_what_float16_can_hold_stays_finite(labels: str) -> None:
+    def body(group: ProcessGroup) -> list[float]:
+        bucket = FakeBucket([torch.tensor([40000.0, -65504.0, math.inf], dtype=torch.float16)], group)
+        result: list[float] = bf16_between_sites_hook(Sites(group, labels[group.rank]), bucket).wait().tolist()
+        return result
+
+    # 39936 is 40000 in bfloat16.
+    assert run_ranks(len(labels), body) == [[39936.0, -65504.0, math.inf]] * len(labels)
 
 
 def test_only_halves_cross(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,6 +226,22 @@ def test_what_is_not_finite_arrives_and_leaves_no_trace(compressor: Any, bad: fl
 
 
 @every_compressor
+def test_errors_that_grow_make_no_half_infinite(compressor: Any) -> None:
+    """One gradient is much larger than the others, so its error grows beyond the range of float16."""
+
+    def body(group: ProcessGroup) -> None:
+        state, total = CompressionState(compressor), torch.zeros(200)
+        for _ in range(100):
+            given = torch.tensor([10000.0] + [0.5] * 199, dtype=torch.float16)
+            total += compression_hook(state, FakeBucket([given], group, names=["weight"])).wait()
+            assert total.isfinite().all()
+        total += state.error_feedback.state_dict()["weight"]
+        torch.testing.assert_close(total[0].item(), 100 * 10000.0, rtol=0.01, atol=0.0)
+
+    run_ranks(1, body)
+
+
+@every_compressor
 @pytest.mark.parametrize("shape", [(1,), ()])
 def test_a_bucket_of_one_element(compressor: Any, shape: tuple[int, ...]) -> None:
     def body(group: ProcessGroup) -> float:

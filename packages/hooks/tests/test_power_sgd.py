@@ -408,6 +408,23 @@ def test_nan_reaches_every_rank_and_leaves_no_trace(hook: Any, rank_of_factors: 
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("rank_of_factors", [1, 2, 4])
+@pytest.mark.parametrize("hook", VARIANTS)
+def test_errors_that_grow_make_no_half_infinite(hook: Any, rank_of_factors: int) -> None:
+    gradient = (10000 * torch.randn(64, 64, generator=torch.Generator().manual_seed(3))).half()
+
+    def body(group: ProcessGroup) -> None:
+        model = Model(0, torch.float16, {"a": (64, 64)})
+        state, total = state_for(model, matrix_approximation_rank=rank_of_factors), torch.zeros(64 * 64)
+        for _ in range(30):
+            total += hook(state, model.bucket(group, [gradient.clone()])).wait()
+            assert total.isfinite().all()
+        total += state.error_feedback.state_dict()["a"].view(-1)
+        torch.testing.assert_close(total.view(64, 64) / 30, gradient.float(), rtol=0.0, atol=10.0)
+
+    run_ranks(2, body)
+
+
 def test_a_model_of_vectors_is_averaged_as_it_is() -> None:
     def body(group: ProcessGroup) -> tuple[torch.Tensor, PowerSGDState]:
         state = state_for()

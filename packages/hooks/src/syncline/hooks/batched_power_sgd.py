@@ -9,7 +9,7 @@ import torch
 from syncline.collectives import ProcessGroup, ReduceOp
 
 from .contract import Bucket, TensorFuture, communication_hook
-from .low_precision import math_dtype, plain_math
+from .low_precision import math_dtype, plain_math, saturated
 from .orthogonalize import orthogonalize
 from .power_sgd import run
 from .power_sgd_state import PowerSGDState, padding_of
@@ -58,14 +58,14 @@ def _bucketwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> St
         matrix = padded.view(1, side, side)
         q = orthogonalize(_first_factor(state, layout, side, rank, buffer).unsqueeze(0), state.orthogonalization_epsilon)
         p = torch.bmm(matrix, q)
-        wire = p.reshape(-1).to(buffer.dtype)
+        wire = saturated(p.reshape(-1), buffer.dtype)
     state.count(bucket, 2 * side * rank)
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
     with plain_math(buffer.device), state.statistics.stage("second factor"):
         # torch adds the epsilon to the norm of a sum over the ranks. Our `p` is a mean, so the epsilon is divided, too.
         p = orthogonalize(wire.view(p.shape).to(p.dtype), state.orthogonalization_epsilon / group.size)
         q = torch.bmm(matrix.transpose(1, 2), p)
-        wire = q.reshape(-1).to(buffer.dtype)
+        wire = saturated(q.reshape(-1), buffer.dtype)
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
     with plain_math(buffer.device), state.statistics.stage("decompress"):
         q = wire.view(q.shape).to(q.dtype)
@@ -81,7 +81,7 @@ def _bucketwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> St
         state.factors.pop(layout, None)
         if state.warm_start and is_sound:
             state.factors[layout] = q[0]
-        buffer.copy_(approximation.view(-1)[: buffer.numel()])
+        buffer.copy_(saturated(approximation.view(-1)[: buffer.numel()], buffer.dtype))
     return buffer
 
 

@@ -7,6 +7,7 @@ import torch
 from syncline.collectives import ReduceOp
 
 from .contract import Bucket, TensorFuture, communication_hook, floating_buffer
+from .low_precision import saturated
 from .sites import Sites
 
 
@@ -17,7 +18,7 @@ def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
     Use this hook if the links between sites are slow. A site is a set of ranks with fast links, such as a node:
     `Sites(group, str(placement_of(group).node))`.
 
-    Two values are rounded to bfloat16. First, each site divides its sum by the number of all ranks, and rounds the result.
+    Two values are rounded to bfloat16. First, each site multiplies its mean by its part of all ranks, and rounds the result.
     Then the total over all sites is rounded.
 
     Args:
@@ -37,12 +38,13 @@ def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
         done.value()  # raises the error of a failed reduction
         # Only the first rank of each site has this group.
         if sites.between is not None:
-            # Divide before rounding, so that no sum overflows.
-            halves = (buffer / sites.ranks).to(torch.bfloat16)
+            # Weight the site by its number of ranks. No value grows here, so no sum overflows.
+            halves = (buffer * (sites.inside.size / sites.ranks)).to(torch.bfloat16)
             sites.between.all_reduce(halves)
-            buffer.copy_(halves)
+            # The largest numbers of float16 round to 65,536 in bfloat16, which is infinite in float16.
+            buffer.copy_(saturated(halves, buffer.dtype))
         sites.inside.broadcast(buffer, 0)
         return buffer
 
     # The callback runs before the next call on `sites.inside`. So all ranks of a site broadcast between the same calls.
-    return sites.inside.all_reduce(buffer, ReduceOp.SUM, async_op=True).get_future().then(cross)
+    return sites.inside.all_reduce(buffer, ReduceOp.AVG, async_op=True).get_future().then(cross)

@@ -12,7 +12,7 @@ from syncline.collectives import MisuseError
 from .compressor import Compressor, check_compressor, start_exchange
 from .contract import Bucket, TensorFuture, communication_hook, floating_buffer, group_of
 from .error_feedback import ErrorFeedback
-from .low_precision import math_dtype, plain_math
+from .low_precision import math_dtype, plain_math, saturated
 from .parameter_names import ParameterNames
 from .saved_state import FORMAT, Origin, check_kind, check_parameters
 from .seeds import SharedSeeds, check_seed
@@ -118,7 +118,8 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
 
     All ranks get the same bits. With error feedback, the hook adds the parts that compression left out to the next step's
     gradients. The result for NaN and infinity depends on the compressor. The parts for the next step never contain NaN or
-    infinity.
+    infinity. If a float16 gradient plus its part from earlier steps is above 65,504, the limit of float16, the hook sends this
+    limit. The rest is sent in later steps.
 
     With `find_unused_parameters`, DDP drops the result for a parameter that no rank used in this step. Then a part of this
     parameter's error feedback is lost. In Syncline's DDP, `skip_all_reduce_unused_params=True` reduces this loss.
@@ -173,7 +174,9 @@ def _compressed(state: CompressionState, bucket: Bucket, seed: int) -> tuple[tor
     # Errors are added in float32 or float64. In 16 bits small errors would be rounded away.
     given = [gradient.to(math_dtype(gradient.dtype), copy=True) for gradient in gradients]
     state.error_feedback.add_to(names, given)
-    message = state.compressor.compress(_like(given, gradients), seed)
+    # A gradient and its error may together exceed the range of float16. What `saturated` cuts off stays in the error.
+    wholes = [saturated(whole, gradient.dtype) for whole, gradient in zip(given, gradients, strict=True)]
+    message = state.compressor.compress(wholes, seed)
     sent = state.compressor.decompress(message, gradients, seed)
     state.error_feedback.remember(names, [_finite(whole.sub_(part)) for whole, part in zip(given, sent, strict=True)])
     return message, list(gradients)
@@ -182,7 +185,3 @@ def _compressed(state: CompressionState, bucket: Bucket, seed: int) -> tuple[tor
 def _finite(error: torch.Tensor) -> torch.Tensor:
     # One bad step must not spoil all later steps.
     return torch.nan_to_num_(error, nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def _like(tensors: Iterable[torch.Tensor], models: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.to(model.dtype) for tensor, model in zip(tensors, models, strict=True)]

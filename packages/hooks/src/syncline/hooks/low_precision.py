@@ -13,6 +13,19 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def saturated(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the tensor in a floating-point dtype. A finite number outside the dtype's range becomes the range's end.
+
+    NaN and infinity stay as they are.
+    """
+    most = torch.finfo(dtype).max
+    if most >= torch.finfo(tensor.dtype).max:
+        return tensor.to(dtype)
+    # bfloat16 cannot hold the range's end of float16, so clamp in float32.
+    whole = tensor.to(math_dtype(tensor.dtype))
+    return torch.where(whole.isinf(), whole, whole.clamp(-most, most)).to(dtype)
+
+
 @contextmanager
 def plain_math(device: torch.device) -> Iterator[None]:
     """A context in which torch records no gradients, and operations keep the dtypes of their arguments.

@@ -12,7 +12,7 @@ from syncline.collectives import MisuseError, ProcessGroup, ReduceOp
 from .allreduce import allreduce_hook
 from .contract import Bucket, TensorFuture, communication_hook, floating_buffer, group_of
 from .error_feedback import ErrorFeedback
-from .low_precision import math_dtype, plain_math
+from .low_precision import math_dtype, plain_math, saturated
 from .low_rank import MatrixPlan, plan_matrix
 from .orthogonalize import orthogonalize
 from .power_sgd_state import PowerSGDState
@@ -39,7 +39,8 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
 
     The first `start_powerSGD_iter` steps average without compression. A gradient with NaN or infinity becomes NaN on every
     rank, and the state drops the errors and factors of its bucket. With `find_unused_parameters`, a part of the error is lost
-    for a parameter that no rank uses in a step.
+    for a parameter that no rank uses in a step. If a finite number of a float16 gradient or factor becomes larger than
+    65,504, the limit of float16, the hook uses this limit. With error feedback, later steps send the rest.
 
     Args:
         state: the settings, and the errors and factors of earlier steps.
@@ -115,7 +116,7 @@ class _Batch:
             torch.bmm(p, q.transpose(1, 2), out=first.view(1, self.plan.rows, self.plan.columns))
             return
         for gradient, matrix in zip(self._gradients, torch.bmm(p, q.transpose(1, 2)), strict=True):
-            gradient.copy_(matrix.view(gradient.shape))
+            gradient.copy_(saturated(matrix.view(gradient.shape), gradient.dtype))
 
     def _with_error(self, name: str, gradient: torch.Tensor, feedback: ErrorFeedback | None) -> torch.Tensor:
         matrix = gradient.reshape(self.plan.rows, self.plan.columns)
@@ -207,7 +208,7 @@ def _remember(state: PowerSGDState, batch: _Batch, p: torch.Tensor, q: torch.Ten
 
 
 def _packed(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    return torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors])
+    return torch.cat([saturated(tensor.reshape(-1), dtype) for tensor in tensors])
 
 
 def _unpack(wire: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
