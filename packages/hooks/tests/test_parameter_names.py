@@ -205,6 +205,50 @@ def test_a_frozen_parameter_and_a_new_one_do_no_harm_to_the_models_own_names() -
     run_ranks(1, body)
 
 
+@pytest.mark.parametrize("parts", [("", "first", "middle"), ("", "first", "first", "middle"), ("first", "middle", "last")])
+def test_a_run_may_resume_several_times_if_each_step_uses_a_part_of_the_model(parts: tuple[str, ...]) -> None:
+    """As with several heads of which each step uses one. Each step is a run of its own, which loads and saves the state."""
+
+    def body(group: ProcessGroup) -> None:
+        whole = Run(group, CompressionState(TopK(0.1)), compression_hook, knows_names=True)
+        saved: Any = None
+        for number, without in enumerate(parts):
+            run = Run(group, CompressionState(TopK(0.1)), compression_hook, knows_names=True)
+            run.is_rebuilt = number > 0
+            if saved is not None:
+                run.state.load_state_dict(saved)
+            assert_same(run.step(number, without=without), whole.step(number, without=without))
+            saved = through_a_file(run.state)
+            assert set(saved["errors"]) == set(saved["names"]["shapes"])
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("rehearses", [False, True])
+@pytest.mark.parametrize(
+    ("without", "saver", "message"),
+    [
+        ("middle", {"knows_names": False}, "'parameter 2' only there, none only here"),
+        ("", {"knows_names": False, "model": Model({"last": (4, 16)})}, r"'parameter 2' is \[4, 16\] there and \[8, 8\] here"),
+    ],
+)
+def test_a_state_that_is_saved_before_the_first_step_is_checked_in_the_next_run(
+    rehearses: bool, without: str, saver: dict[str, Any], message: str
+) -> None:
+    def body(group: ProcessGroup) -> None:
+        ended, run = (Run(group, CompressionState(TopK(0.1)), compression_hook, knows_names=False) for _ in range(2))
+        if rehearses:
+            # The rehearsal has the parameters of the saved run, so that the state can be loaded.
+            ended.model = saver.get("model") or ended.model
+            ended.step(0)
+        ended.state.load_state_dict(saved_by(group, **saver))
+        run.state.load_state_dict(through_a_file(ended.state))
+        with pytest.raises(MisuseError, match=message):
+            run.step(1, without=without)
+
+    run_ranks(1, body)
+
+
 def test_one_state_refuses_two_models_of_the_same_names_and_a_parameter_of_another_shape() -> None:
     def body(group: ProcessGroup) -> None:
         state = CompressionState(TopK(0.1))

@@ -46,7 +46,8 @@ class ParameterNames:
 
     Attributes:
         are_given: whether the constructor got names.
-        shapes: the parameters' shapes, by name.
+        shapes: the parameters' shapes, by name. As soon as a step has shown that a loaded state fits, these include the
+            state's shapes.
 
     Raises:
         InvalidArgumentError: `named_parameters` has two parameters with one name.
@@ -61,7 +62,8 @@ class ParameterNames:
     # [2] `ScheduleState` also numbers the parameters for the states of later phases.
     # [3] A state that has given numbers in several steps cannot be loaded: its numbers depend on the step in which each
     #     parameter was added.
-    # [4] After loading, the first step must have exactly the parameters of the saved state, with the same shapes.
+    # [4] After loading, the first step must have exactly the parameters of the saved state, with the same shapes. If the run
+    #     saves its state before this step, it saves the loaded names and shapes again, so that the next run can compare them.
 
     def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
         self.are_given = named_parameters is not None
@@ -73,6 +75,7 @@ class ParameterNames:
         self._is_step_numbered = False
         self._source: ParameterNames | None = None  # the object whose numbers this one uses, if any
         self._loaded: dict[str, torch.Size] = {}  # empty as soon as a step has shown that the loaded state fits
+        self._loaded_numberings = 0  # of the state in `_loaded`
         self._met: set[str] = set()
         for name, parameter in by_name(named_parameters or ()).items():
             self._note(name, parameter)
@@ -103,8 +106,12 @@ class ParameterNames:
     # ---- saving ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the parameters' shapes by name, and the number of steps in which parameters got numbers."""
-        return {"shapes": {name: list(shape) for name, shape in self.shapes.items()}, "numberings": self._numberings}
+        """Return the parameters' shapes by name, and the number of steps in which parameters got numbers.
+
+        If no step has shown yet that a loaded state fits, return what this state has.
+        """
+        shapes, numberings = (self._loaded, self._loaded_numberings) if self._loaded else (self.shapes, self._numberings)
+        return {"shapes": {name: list(shape) for name, shape in shapes.items()}, "numberings": numberings}
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Check that a saved state fits the parameters that are known in this run so far. Change nothing.
@@ -135,6 +142,7 @@ class ParameterNames:
         self.check(state)
         if not self.are_given:
             self._loaded = _shapes_in(state)
+            self._loaded_numberings = state["numberings"]
             self._met = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -190,14 +198,17 @@ class ParameterNames:
         if not is_last:
             return
         unknown, missing = sorted(self._met - self._loaded.keys()), sorted(self._loaded.keys() - self._met)
-        # A user may freeze or unfreeze parameters between the two runs. So with names, some parameters may be missing, or some
-        # may be new. If some are missing and others are new, the names have changed. With numbers, no parameter may be missing
-        # or new, because then a number may mean another parameter.
-        if (unknown and missing) or (self._numberings and (unknown or missing)):
+        # A user may freeze or unfreeze parameters between the two runs, or a step may use only a part of the model. So with
+        # names, some parameters may be missing, and some may be new. If all are new, the names have changed. With numbers, no
+        # parameter may be missing or new, because then a number may mean another parameter.
+        is_known = not self._met.isdisjoint(self._loaded)
+        if (unknown and missing and not is_known) or (self._numberings and (unknown or missing)):
             raise MisuseError(
                 f"the loaded state is of other parameters: {_some(missing)} only there, {_some(unknown)} only here; pass "
                 "named_parameters in both runs, or begin without it"
             )
+        # The state still has errors of parameters that were missing in this step, so their shapes are saved, too.
+        self.shapes = {**self._loaded, **self.shapes}
         self._loaded = {}
 
 
