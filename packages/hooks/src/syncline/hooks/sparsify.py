@@ -67,7 +67,7 @@ class RandomK(LinearCompressor):
     """Sends numbers at random positions of each tensor. This compressor needs error feedback.
 
     All ranks choose the same positions, so no indices are sent. Every message has new positions. The receiver gets zeros for
-    all other numbers.
+    all other numbers. If a number of a tensor is NaN or infinite, all numbers sent for this tensor become NaN.
 
     Source: Stich et al., "Sparsified SGD with memory", 2018.
 
@@ -92,7 +92,11 @@ class RandomK(LinearCompressor):
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
         """Compress gradients to a message: the numbers at the positions that follow from `seed`, in the gradients' dtype."""
         places = self._places(gradients, seed)
-        return torch.cat([gradient.reshape(-1)[chosen] for gradient, chosen in zip(gradients, places, strict=True)])
+        # NaN or infinity at a position that is not chosen must show, too: 0 times such a number is NaN. The product comes
+        # first, because a sum of finite numbers could overflow.
+        return torch.cat(
+            [gradient.reshape(-1)[chosen] + (0 * gradient).sum() for gradient, chosen in zip(gradients, places, strict=True)]
+        )
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
         """Restore tensors from a message. They have the sent numbers at the chosen positions, and zeros elsewhere."""
