@@ -381,6 +381,40 @@ def test_it_resumes_with_the_same_bits(compressor: Any, stop: int) -> None:
         assert equal(found, wanted)
 
 
+def test_it_resumes_an_average_under_way_with_fewer_steps_between_averages() -> None:
+    """The steps that the saved run has averaged count once, although the next average begins before that one was due."""
+
+    def body(group: ProcessGroup) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(10))
+
+        def make(sync_every: int, overlap_steps: int) -> DiLoCoOptimizer:
+            return DiLoCoOptimizer(
+                torch.optim.SGD([parameter], lr=1.0),
+                [("weight", parameter)],
+                group,
+                sync_every=sync_every,
+                overlap_steps=overlap_steps,
+                outer_lr=1.0,
+                outer_momentum=0.0,
+                compressor=TopK(0.5),
+            )
+
+        optimizer = make(8, 6)
+        parameter.grad = -torch.ones(10)
+        for _ in range(8):
+            optimizer.step()
+        saved = optimizer.state_dict()
+        optimizer = make(2, 1)
+        optimizer.load_state_dict(saved)
+        parameter.grad.zero_()
+        for _ in range(20):
+            optimizer.step()
+        optimizer.synchronize()
+        assert parameter.tolist() == [8.0] * 10
+
+    run_ranks(2, body)
+
+
 def test_states_of_all_ranks_of_sites_merge_to_the_mean_of_the_first_ranks_errors() -> None:
     def make(group: ProcessGroup) -> tuple[torch.nn.Module, DiLoCoOptimizer]:
         model = small_model()

@@ -280,6 +280,8 @@ class _Fragment:
             anchor.copy_(parameter.detach())
 
     def start(self, due: int, *, mixes: bool = True) -> None:
+        # A loaded state may have an average whose outer step is due later, if this run has a smaller `sync_every`.
+        self.finish_if_due(None)
         values = [parameter.detach() for parameter in self.parameters.values()]
         self._pending = self._exchange.start(list(self.parameters), values, self._anchors)
         self._due = due
