@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, RoundRobinGroup
 from syncline.collectives.testing import run_ranks
@@ -406,6 +408,63 @@ def test_nan_reaches_every_rank_and_leaves_no_trace(hook: Any, rank_of_factors: 
             assert result.isfinite().all()
 
     run_ranks(2, body)
+
+
+class Stages(TorchDispatchMode):
+    """Finds memory that one stage made and a later stage uses. The group runs each callback at once, as over NCCL."""
+
+    def __init__(self, state: PowerSGDState, group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.number = 0
+        self.made_in: dict[torch.UntypedStorage, int] = {}
+        self.told: set[tuple[int, torch.UntypedStorage]] = set()
+        self.untold: list[str] = []
+        # torch tells the allocator about the results of collectives.
+        self.reduced: set[torch.UntypedStorage] = set()
+        reduce = group.all_reduce
+        monkeypatch.setattr(
+            group, "all_reduce", lambda wire, *a, **k: (self.reduced.add(wire.untyped_storage()), reduce(wire, *a, **k))[1]
+        )
+        stage = state.statistics.stage
+        monkeypatch.setattr(state.statistics, "stage", lambda name: (setattr(self, "number", self.number + 1), stage(name))[1])
+        for module in ("power_sgd", "batched_power_sgd"):
+            monkeypatch.setattr(f"syncline.hooks.{module}.used_here", self.tell)
+
+    def tell(self, tensors: Any) -> None:
+        self.told |= {(self.number, tensor.untyped_storage()) for tensor in tensors}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        used, made = (
+            {leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
+            for tree in ((args, kwargs), results)
+        )
+        for storage in used - self.reduced:
+            if self.made_in.get(storage, self.number) < self.number and (self.number, storage) not in self.told:
+                self.untold.append(f"stage {self.number}: {func} uses {storage.nbytes()} bytes of an earlier stage")
+        for storage in made - used:
+            self.made_in.setdefault(storage, self.number)
+        return results
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_error_feedback": False, "warm_start": False}])
+@pytest.mark.parametrize("hook", VARIANTS)
+def test_the_allocator_is_told_which_memory_later_stages_use(
+    hook: Any, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU: the stages of a GPU run on different streams."""
+
+    def body(group: ProcessGroup) -> None:
+        model = Model(0)
+        state = state_for(model, **settings)
+        steps(group, hook, model, state, range(2))
+        bucket = model.bucket(group, model.gradients(2))
+        with Stages(state, group, monkeypatch) as seen:
+            hook(state, bucket).wait()
+        assert seen.number == 3
+        assert seen.untold == []
+
+    run_ranks(1, body)
 
 
 @pytest.mark.parametrize("rank_of_factors", [1, 2, 4])

@@ -13,7 +13,7 @@ from .low_precision import math_dtype, plain_math, saturated
 from .orthogonalize import orthogonalize
 from .power_sgd import run
 from .power_sgd_state import PowerSGDState, padding_of
-from .stages import Stages
+from .stages import Stages, used_here
 
 
 @communication_hook
@@ -62,12 +62,14 @@ def _bucketwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> St
     state.count(bucket, 2 * side * rank)
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
     with plain_math(buffer.device), state.statistics.stage("second factor"):
+        used_here([padded])
         # torch adds the epsilon to the norm of a sum over the ranks. Our `p` is a mean, so the epsilon is divided, too.
         p = orthogonalize(wire.view(p.shape).to(p.dtype), state.orthogonalization_epsilon / group.size)
         q = torch.bmm(matrix.transpose(1, 2), p)
         wire = saturated(q.reshape(-1), buffer.dtype)
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
     with plain_math(buffer.device), state.statistics.stage("decompress"):
+        used_here([p, padded])
         q = wire.view(q.shape).to(q.dtype)
         # A single NaN or infinity makes the sum not finite. `wire` has the same bits on all ranks, so all ranks decide alike.
         is_sound = bool(torch.isfinite(wire.sum(dtype=q.dtype)))
@@ -90,6 +92,7 @@ def _first_factor(state: PowerSGDState, layout: str, side: int, rank: int, buffe
     # Draw a factor if there is none yet, or if a loaded factor has another size or rank.
     if factor is None or factor.shape != (side, rank):
         (factor,) = state.random_factors([(side, rank)], buffer, buffer.dtype)
+    used_here([factor])
     return factor.to(buffer.device, math_dtype(buffer.dtype))
 
 

@@ -16,7 +16,7 @@ from .low_precision import math_dtype, plain_math, saturated
 from .low_rank import MatrixPlan, plan_matrix
 from .orthogonalize import orthogonalize
 from .power_sgd_state import PowerSGDState
-from .stages import Stages, finished
+from .stages import Stages, finished, used_here
 
 if TYPE_CHECKING:
     Algorithm: TypeAlias = Callable[[PowerSGDState, Bucket, ProcessGroup], Stages]
@@ -137,6 +137,7 @@ def _layerwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Sta
     state.count(bucket, wire.numel() + sum(q.numel() for q in qs))
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
     with plain_math(buffer.device), statistics.stage("second factor"):
+        used_here([*ps, *(batch.matrices for batch in batches)])
         _unpack(wire, [*plain, *ps])
         # No gradient of this bucket is compressed, so there is no second all_reduce.
         if not batches:
@@ -148,6 +149,7 @@ def _layerwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Sta
         wire = _packed(qs, buffer.dtype)
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
     with plain_math(buffer.device), statistics.stage("decompress"):
+        used_here([*ps, *qs, *(batch.matrices for batch in batches)])
         _unpack(wire, qs)
         # A single NaN or infinity makes the sum not finite. All ranks decide alike: they have the same bits in `wire`.
         is_sound = bool(torch.isfinite(wire.sum(dtype=math_dtype(buffer.dtype))))
@@ -193,6 +195,7 @@ def _stacked(state: PowerSGDState, batch: _Batch) -> torch.Tensor:
                 f"the state holds a factor of shape {list(member.shape)} for parameter '{name}', expected "
                 f"{list(batch.factor_shape[1:])}: it is the state of another model or of another matrix rank"
             )
+    used_here(members)
     return torch.stack([member.to(batch.matrices) for member in members])
 
 

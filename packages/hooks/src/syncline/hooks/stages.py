@@ -15,11 +15,15 @@ are two ways to resume a generator:
 2. torch's groups order collectives by the time of the call. In these groups, only the thread of backward resumes generators;
    see `Pipeline`. When a bucket starts, the generator of every earlier bucket runs one more stage. When the last bucket starts,
    all generators run to their end.
+
+Over NCCL, a callback runs as soon as the collective is issued, on another CUDA stream, which waits for the collective. So a
+stage may run on another stream than the stage that made its tensors. A stage calls `used_here` for the tensors that an earlier
+stage made. torch does the same for the result of the collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -39,6 +43,17 @@ def finished(tensor: torch.Tensor) -> TensorFuture:
     future = _future_on(tensor)
     future.set_result(tensor)
     return future
+
+
+def used_here(tensors: Iterable[torch.Tensor]) -> None:
+    """Tell torch's allocator that the current stream uses tensors that an earlier stage made, maybe on another stream.
+
+    Without this call, the memory of a tensor that is dropped goes back at once to the stream on which the tensor was made. This
+    stream could overwrite the memory before the GPU has run the present stage.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class Pipeline:
