@@ -410,6 +410,24 @@ def test_nan_reaches_every_rank_and_leaves_no_trace(hook: Any, rank_of_factors: 
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loaded_error_is_sent_although_the_gradient_is_not_compressed_any_more(dtype: torch.dtype) -> None:
+    def body(group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        model = Model(group.rank, dtype, {"a": (12, 10)})
+        compressing = state_for(model, min_compression_rate=1)
+        steps(group, powerSGD_hook, model, compressing, range(2))
+        plain = state_for(model, min_compression_rate=100)
+        plain.load_state_dict(compressing.state_dict())
+        bucket = model.bucket(group, model.gradients(2))
+        result = powerSGD_hook(plain, bucket).wait()
+        assert len(plain.error_feedback) == 0
+        return result.float(), (model.gradients(2)[0] + compressing.error_feedback.state_dict()["a"]).view(-1).float()
+
+    (result, one), (_, other) = run_ranks(2, body)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(result, (one + other) / 2, rtol=tolerance, atol=tolerance)
+
+
 class Stages(TorchDispatchMode):
     """Finds memory that one stage made and a later stage uses. The group runs each callback at once, as over NCCL."""
 

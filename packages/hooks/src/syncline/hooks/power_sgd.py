@@ -161,15 +161,19 @@ def _layerwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Sta
 
 def _divided(state: PowerSGDState, bucket: Bucket) -> tuple[list[torch.Tensor], list[_Batch]]:
     # Shapes stay in the order in which they first occur, because torch draws its random factors in this order.
+    feedback = state.error_feedback if state.use_error_feedback else None
     plain: list[torch.Tensor] = []
     by_shape: dict[MatrixPlan, list[tuple[str, torch.Tensor]]] = {}
     for name, gradient in zip(state.names.of(bucket), bucket.gradients(), strict=True):
         plan = plan_matrix(gradient.shape, state.matrix_approximation_rank, state.min_compression_rate)
         if plan.is_compressed:
             by_shape.setdefault(plan, []).append((name, gradient))
-        else:
-            plain.append(gradient)
-    feedback = state.error_feedback if state.use_error_feedback else None
+            continue
+        # A loaded state may have an error of this gradient: its run had a smaller `min_compression_rate`.
+        error = None if feedback is None else feedback.take(name, gradient)
+        if error is not None:
+            gradient.copy_(saturated(error.to(math_dtype(gradient.dtype)).add_(gradient), gradient.dtype))
+        plain.append(gradient)
     batches = []
     for plan, members in by_shape.items():
         for batch in [members] if state.batch_tensors_with_same_shape else [[member] for member in members]:
