@@ -85,3 +85,12 @@ def test_a_large_epsilon_counts_where_it_does_in_torch(columns: int) -> None:
     torch.testing.assert_close(found[:, :, first].abs(), torchs[:, :, first].abs())
     if columns > 2:
         torch.testing.assert_close(found.abs(), torchs.abs())
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_a_column_too_long_for_its_dtype_becomes_nan(columns: int) -> None:
+    matrices = torch.randn(2, 6, columns)
+    matrices[0] *= 1e25
+    found = orthogonalize(matrices)
+    assert found[0].isnan().all()
+    assert found[1].isfinite().all()

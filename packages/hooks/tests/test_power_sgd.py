@@ -247,6 +247,10 @@ def test_merged_states_fit_any_number_of_ranks_and_keep_the_mean_of_the_errors()
     merged = merge_states(saved)
     for name, error in merged["errors"].items():
         torch.testing.assert_close(error, sum(state["errors"][name] for state in saved) / 3)
+    # Each rank's state may be on another device.
+    elsewhere = {name: error.to("meta") for name, error in saved[0]["errors"].items()}
+    on_first = merge_states([{**saved[0], "errors": elsewhere}, *saved[1:]])["errors"]
+    assert {error.device.type for error in on_first.values()} == {"meta"}
 
     def resume(group: ProcessGroup) -> torch.Tensor:
         model = Model(group.rank)

@@ -57,8 +57,8 @@ class UnevenInputs(JoinHook):
             )
         if replica.reducer.hook[0] is not None and not divide_by_initial_world_size:
             raise MisuseError(
-                "divide_by_initial_world_size=False means nothing to a communication hook, which divides as it likes: leave "
-                "it out, or do without the hook"
+                "divide_by_initial_world_size=False means nothing to a communication hook, which divides as it likes "
+                "(mixed_precision uses one, too): leave it out, or do without the hook or mixed_precision"
             )
         layers = (SyncBatchNorm, torch.nn.SyncBatchNorm)
         if any(isinstance(part, layers) for part in replica.module.modules()) and not throws:

@@ -15,7 +15,8 @@ def orthogonalize(matrices: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
 
     Matrices with one or two columns use Gram-Schmidt, twice for each column ("twice is enough": Giraud, Langou, Rozloznik,
     2005). Other matrices use Householder QR. A column that depends linearly on earlier columns is replaced, so the result has
-    full rank. A matrix with NaN or infinity becomes NaN.
+    full rank. A matrix with NaN or infinity becomes NaN. With Gram-Schmidt, so does a matrix with a column whose length
+    overflows, from about 2e19 on in float32.
 
     Args:
         matrices: [batch, rows, columns] with columns <= rows, of a floating-point dtype; not changed. 16-bit matrices are
@@ -68,7 +69,8 @@ def _project_out(column: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
 
 def _length(column: torch.Tensor) -> torch.Tensor:
     length: torch.Tensor = torch.linalg.vector_norm(column, dim=1, keepdim=True)
-    return length
+    # A division by an infinite length would make a column of zeros, without a sign of the overflow.
+    return length.masked_fill(length.isinf(), torch.nan)
 
 
 def _spare_column(matrices: torch.Tensor, number: int) -> torch.Tensor:

@@ -56,7 +56,11 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     # Some hooks keep no errors.
     if "errors" in merged:
         holders = _holders(states)
-        errors = {name: torch.stack([state["errors"][name] for state in holders]).mean(0) for name in holders[0]["errors"]}
+        errors = {
+            # `torch.load` puts each state on the GPU of the rank that saved it.
+            name: torch.stack([state["errors"][name].to(first.device) for state in holders]).mean(0)
+            for name, first in holders[0]["errors"].items()
+        }
         # If "world_size" is None, `Origin.settle` accepts the errors on every rank.
         merged.update(errors=errors, rank=None, world_size=None)
     if "states" in merged:  # the state of a schedule
