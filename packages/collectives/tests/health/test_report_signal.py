@@ -117,6 +117,35 @@ print("passed")
     )
 
 
+def test_the_program_goes_on_if_its_working_directory_was_removed(run) -> None:
+    said = run(
+        """
+gone = Path(sys.argv[1]) / "gone"
+gone.mkdir()
+os.chdir(gone)
+gone.rmdir()
+assert report_on_signal(Reporter("today", 0, 1, "."))
+signal.raise_signal(signal.SIGUSR1)
+print("passed")
+""",
+    )
+    assert "rank 0 cannot write its report to syncline-report-today: [Errno 2]" in said
+
+
+def test_the_program_goes_on_if_nobody_reads_standard_error(run) -> None:
+    run(
+        """
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, 2)
+assert report_on_signal(Reporter("today", 0, 1, sys.argv[1]))
+signal.raise_signal(signal.SIGUSR1)
+assert reported(sys.argv[1], "today", 1), files(sys.argv[1])
+print("passed")
+""",
+    )
+
+
 def test_a_program_that_closes_all_files_ends_without_a_word(run) -> None:
     said = run(
         """

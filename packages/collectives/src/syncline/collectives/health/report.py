@@ -302,13 +302,14 @@ class Reporter:
         # A program that fails again and again must not fill the disk.
         if number > _MOST_REPORTS:
             return None
-        folder = Path(base).absolute() / f"syncline-report-{self.run_name}"
+        folder = Path(base) / f"syncline-report-{self.run_name}"
         try:
+            folder = folder.absolute()  # an error if the working directory was removed
             text = json.dumps(self._content(reason))
             folder.mkdir(parents=True, exist_ok=True)
             _write_new(folder, f"rank-{self.rank}", number, text)
         except Exception as error:  # noqa: BLE001 - the error that is reported matters more
-            print(f"syncline: rank {self.rank} cannot write its report to {folder}: {error}", file=sys.stderr)
+            _say(f"syncline: rank {self.rank} cannot write its report to {folder}: {error}")
             return None
         return folder
 
@@ -349,6 +350,13 @@ class Reporter:
             ],
             "stacks": _stacks()[:_MOST_STACK_CHARACTERS],
         }
+
+
+def _say(text: str) -> None:
+    # This may run in a signal's handler, and an error would end the training. Standard error may be closed, its reader may have
+    # ended, the handler may have interrupted another write to it, or the program may have put its own object there.
+    with suppress(Exception):
+        print(text, file=sys.stderr)
 
 
 def _write_new(folder: Path, stem: str, number: int, text: str) -> None:
@@ -448,7 +456,7 @@ class _OnSignal:
         finally:
             self._writing.release()
         if folder is not None:
-            print(f"syncline: rank {self.reporter.rank} has written its report to {folder}", file=sys.stderr)
+            _say(f"syncline: rank {self.reporter.rank} has written its report to {folder}")
 
 
 _ours: _OnSignal | None = None
