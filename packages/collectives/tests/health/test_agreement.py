@@ -16,7 +16,7 @@ from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.health import agreement
 from syncline.collectives.health.agreement import Agreement, MessageCarrier
-from syncline.collectives.health.recorder import Recorder
+from syncline.collectives.health.recorder import MOST_CALLS, Recorder
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import InProcessTransport, SharedState
 
@@ -72,6 +72,20 @@ def test_another_reduction_on_one_rank_is_found(size: int, end: Body) -> None:
         group.abort()
 
     on_ranks(size, body)
+
+
+def test_calls_that_sends_have_pushed_out_are_not_missing() -> None:
+    def body(group: ProcessGroup) -> None:
+        assert isinstance(group, HostGroup)
+        group.all_reduce(torch.ones(3), ReduceOp.AVG if group.rank == 1 else ReduceOp.SUM)
+        # Groups over NCCL also record sends and receives.
+        for _ in range(MOST_CALLS if group.rank < 2 else 0):
+            group.recorder.add(Call(Signature("send"), None))
+        with pytest.raises(DisagreementError, match=r"they diverged before the calls that are remembered \(1 calls each\)"):
+            group.close()
+        group.abort()
+
+    on_ranks(3, body)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])

@@ -68,3 +68,16 @@ def test_only_what_all_remember_is_compared() -> None:
 def test_calls_that_have_not_begun_are_no_difference() -> None:
     queued = [CallRecord(5, None, "barrier", "barrier()", 0, "queued", 0.0, "?")]
     assert find_divergence({0: history("a") + queued, 1: history("a")}) is None
+
+
+@pytest.mark.parametrize(
+    ("begun", "sentence"),
+    [
+        (2, "rank 1 has not come to broadcast #2; rank 0 called"),
+        (3, None),
+    ],
+)
+def test_a_rank_that_remembers_only_sends_is_compared_from_its_next_call(begun: int, sentence: str | None) -> None:
+    sends = [CallRecord(number, None, "send", "send()", 0, DONE, 0.0, "?") for number in range(9)]
+    found = find_divergence({0: history("aab", first=0), 1: sends}, {0: 3, 1: begun})
+    assert (None if found is None else found.sentence[: len(sentence or "")]) == sentence

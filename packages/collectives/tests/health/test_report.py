@@ -14,7 +14,7 @@ from syncline.collectives import InvalidArgumentError
 from syncline.collectives.__main__ import main
 from syncline.collectives.engine.call import DONE, Call, Signature
 from syncline.collectives.health import report
-from syncline.collectives.health.recorder import Recorder
+from syncline.collectives.health.recorder import MOST_CALLS, Recorder
 from syncline.collectives.health.report import Reporter, merged, read_reports
 
 CALLS = {"a": "all_reduce", "b": "broadcast", "g": "all_gather"}
@@ -70,6 +70,22 @@ def test_the_sentence(tmp_path: Path, histories: list[str], said: str) -> None:
 def test_a_call_that_nobody_finished(tmp_path: Path) -> None:
     made = reports_of(tmp_path, ["ab", "ab"], unfinished=True)
     assert "all made the same calls; ranks 0, 1 did not finish broadcast(float32[2]) #1" in merged(read_reports(made))
+
+
+def test_calls_that_sends_have_pushed_out_still_count(tmp_path: Path) -> None:
+    for rank, letters in enumerate(["abg", "abg", "abga"]):
+        recorder = recorded(letters, rank, size=3)
+        for _ in range(0 if rank == 2 else MOST_CALLS):
+            send = Call(Signature.of("send", torch.ones(2)), None)
+            recorder.add(send)
+            recorder.begin(send)
+            send.is_over(DONE)
+        reporter = Reporter("today", rank, 3, str(tmp_path))
+        reporter.watch(recorder)
+        reporter.write("a test")
+    said = merged(read_reports(tmp_path / "syncline-report-today"))
+    assert [line.split()[3] for line in said.splitlines() if re.match(r"\d  ", line)] == ["3", "3", "4"]
+    assert "ranks 0, 1 have not come to all_reduce #3; rank 2 called all_reduce" in said
 
 
 def test_ranks_that_wrote_nothing_are_named(tmp_path: Path) -> None:
@@ -169,6 +185,7 @@ WRONG_ENTRIES = [
     *[("", name, "2") for name in ("rank", "size", "pid", "written_at")],
     *[("", name, None) for name in ("host", "reason", "stacks", "size")],
     ("group", "name", 3),
+    ("group", "begun", "3"),
     ("group", "ranks", ["0", "1"]),
     ("group", "ranks", [[0], [1]]),
     *[("call", name, []) for name in ("number", "position", "words", "digest", "state", "where")],

@@ -257,33 +257,38 @@ class Agreement:
         records = self._recorder.records()
         last = [record for record in records if record.position is not None and record.position < calls][-_LAST_CALLS:]
         # Leave out the oldest calls first: the ranks compare often, so they diverged not long ago.
-        while len(_as_text(last).encode()) > _MOST_BYTES:
+        while len(_as_text(calls, last).encode()) > _MOST_BYTES:
             last = last[1:]
-        said = self._statements(_as_text(last), scope)
+        said = self._statements(_as_text(calls, last), scope)
         # Each distinct text is parsed once, because most ranks have the same text.
-        histories = {rank: told for text, ranks in said.ranks.items() for told in [_from_text(text)] for rank in ranks}
-        return different_histories(histories, said.untold, fewest, most)
+        told = {rank: parsed for text, ranks in said.ranks.items() for parsed in [_from_text(text)] for rank in ranks}
+        begun = {rank: count for rank, (count, _) in told.items()}
+        return different_histories({rank: last for rank, (_, last) in told.items()}, begun, said.untold, fewest, most)
 
 
-def _as_text(records: Sequence[CallRecord]) -> str:
+def _as_text(calls: int, records: Sequence[CallRecord]) -> str:
     # Ranks with the same calls must get the same text, so leave out what differs between ranks.
-    return json.dumps([replace(record, number=None, state=DONE, issued_at=0.0).as_dict() for record in records])
+    return json.dumps([calls, [replace(record, number=None, state=DONE, issued_at=0.0).as_dict() for record in records]])
 
 
-def _from_text(text: str) -> list[CallRecord]:
-    return [CallRecord.from_dict(entry) for entry in json.loads(text)]
+def _from_text(text: str) -> tuple[int, list[CallRecord]]:
+    calls, records = json.loads(text)
+    return calls, [CallRecord.from_dict(entry) for entry in records]
 
 
 # ---- texts of errors: pure functions ----
 
 
-def different_histories(histories: Mapping[int, Sequence[CallRecord]], untold: Collection[int], fewest: int, most: int) -> str:
+def different_histories(
+    histories: Mapping[int, Sequence[CallRecord]], begun: Mapping[int, int], untold: Collection[int], fewest: int, most: int
+) -> str:
     """Return the error text for ranks with different calls. `untold` are ranks whose last calls are not known.
 
-    `fewest` and `most` are the smallest and the largest number of calls of any rank.
+    `histories` and `begun` are as for `find_divergence`. `fewest` and `most` are the smallest and the largest number of calls
+    of any rank.
     """
     counts = f"{fewest} calls each" if fewest == most else f"between {fewest} and {most} calls"
-    divergence = find_divergence(histories)
+    divergence = find_divergence(histories, begun)
     where = "they diverged before the calls that are remembered" if divergence is None else divergence.sentence
     lists = Statements()
     lists.untold.update(untold)

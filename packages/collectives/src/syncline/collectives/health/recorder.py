@@ -86,7 +86,7 @@ class Divergence:
 
     Attributes:
         position: the position in the group's order of calls, from 0.
-        calls: the call of each rank at this position; None if the rank has not reached this position.
+        calls: the call of each compared rank at this position; None if the rank has not reached this position.
         sentence: names the ranks with different calls, and their calls.
     """
 
@@ -95,24 +95,31 @@ class Divergence:
     sentence: str
 
 
-def find_divergence(histories: Mapping[int, Sequence[CallRecord]]) -> Divergence | None:
+def find_divergence(histories: Mapping[int, Sequence[CallRecord]], begun: Mapping[int, int] | None = None) -> Divergence | None:
     """Return the first divergence of the ranks of one group, or None. A pure function.
 
     Only positions that all ranks still remember are compared. Calls without a position are ignored.
+
+    Args:
+        histories: the last calls of each rank.
+        begun: the number of calls with a position that each rank has begun. A rank whose last calls are all without a position
+            is compared only after these calls. None: such a rank has begun no call.
     """
     placed = {rank: _by_position(records) for rank, records in sorted(histories.items())}
     known = {rank: calls for rank, calls in placed.items() if calls}
-    # A rank that has begun no call is not in `known`: it does not change where the comparison starts, but is compared below.
+    # A rank that remembers no call is not in `known`: it does not change where the comparison starts, but is compared below.
     if not known:
         return None
     # Only positions that every rank may remember can be compared.
     first = max(min(calls) for calls in known.values())
     last = max(max(calls) for calls in known.values())
     for position in range(first, last + 1):
-        calls = {rank: mine.get(position) for rank, mine in placed.items()}
+        # Many sends and receives make a rank forget its other calls. It has made `begun` calls, but nobody knows which.
+        compared = {rank: mine for rank, mine in placed.items() if mine or position >= (begun or {}).get(rank, 0)}
+        calls = {rank: mine.get(position) for rank, mine in compared.items()}
         # None stands for a rank that has not reached this position. Such a rank diverges, too.
         if len({None if call is None else call.digest for call in calls.values()}) > 1:
-            return Divergence(position, calls, _sentence(position, placed))
+            return Divergence(position, calls, _sentence(position, compared))
     return None
 
 

@@ -32,10 +32,14 @@ from .statements import ranks_in_words
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """The last calls of one rank in one group, in the order of issue. `ranks` are ranks in the job."""
+    """The last calls of one rank in one group, in the order of issue. `ranks` are ranks in the job.
+
+    `begun` is the number of calls that the rank has begun, except calls that only some ranks issue.
+    """
 
     name: str
     ranks: tuple[int, ...]
+    begun: int
     calls: tuple[CallRecord, ...]
 
 
@@ -142,24 +146,25 @@ def _groups(reports: Sequence[RankReport]) -> Iterator[tuple[str, tuple[int, ...
 
 def _group_lines(name: str, ranks: tuple[int, ...], reports: Sequence[RankReport]) -> list[str]:
     calls: dict[int, Sequence[CallRecord]] = {}
+    begun: dict[int, int] = {}
     rows = [("rank", "host", "pid", "calls begun", "last call", "state")]
     for report in reports:
         for group in report.groups:
             # Two groups may have one name, if their ranks differ.
             if (group.name, group.ranks) == (name, ranks):
-                calls[report.rank] = group.calls
+                calls[report.rank], begun[report.rank] = group.calls, group.begun
                 last = current_call(group.calls)
                 what = ("-", "-") if last is None else (str(last), last.state)
-                rows.append((str(report.rank), report.host, str(report.pid), str(_begun(group.calls)), *what))
-    return [*_columns(rows), sentence(calls, sorted(set(ranks) - set(calls)))]
+                rows.append((str(report.rank), report.host, str(report.pid), str(group.begun), *what))
+    return [*_columns(rows), sentence(calls, begun, sorted(set(ranks) - set(calls)))]
 
 
-def sentence(calls: Mapping[int, Sequence[CallRecord]], missing: Sequence[int] = ()) -> str:
+def sentence(calls: Mapping[int, Sequence[CallRecord]], begun: Mapping[int, int], missing: Sequence[int] = ()) -> str:
     """Return one sentence about a group. It names the problem, or says that all ranks finished the same calls.
 
-    `missing` are ranks of the group that have not reported. A pure function.
+    `calls` and `begun` are as for `find_divergence`. `missing` are ranks of the group that have not reported. A pure function.
     """
-    divergence = find_divergence(calls)
+    divergence = find_divergence(calls, begun)
     # Different calls explain everything else, so they come first.
     if divergence is not None:
         return divergence.sentence
@@ -181,10 +186,6 @@ def current_call(calls: Sequence[CallRecord]) -> CallRecord | None:
     if unfinished:
         return unfinished[0]
     return next(reversed(begun or calls), None)
-
-
-def _begun(calls: Sequence[CallRecord]) -> int:
-    return max((call.position + 1 for call in calls if call.position is not None), default=0)
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -345,6 +346,8 @@ class Reporter:
                     "rank": recorder.rank,
                     "ranks": recorder.members,  # a reporter keeps its rank after `shrink`
                     "calls": [record.as_dict() for record in recorder.records()],
+                    # Read after the calls: a call that begins meanwhile is then unknown, not missing.
+                    "begun": recorder.count.begun,
                 }
                 for recorder in recorders
             ],
