@@ -115,6 +115,22 @@ def test_report_of_a_reader_with_html_of_its_own(install: Install, tmp_path: Pat
     assert "<pre>" not in page
 
 
+def test_report_shows_the_other_readers_if_one_fails(
+    install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fails = "from syncline.collectives import MisuseError\n" + READER.format("calls")
+    fails += "\ndef text(folder, arguments):\n    raise MisuseError('a library is missing')\n"
+    install("calls", "[syncline.report_readers]\ncalls = calls\n", fails)
+    install("steps", "[syncline.report_readers]\nsteps = steps\n", READER.format("steps"))
+    (tmp_path / "steps.txt").write_text("ten steps")
+    (tmp_path / "calls.txt").touch()
+    page = tmp_path / "page.html"
+    assert main(["report", str(tmp_path), "--html", str(page)]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err) == (f"ten steps\n\nwrote {page}\n", "syncline: a library is missing\n")
+    assert "<pre>ten steps</pre>" in page.read_text()
+
+
 def test_report_says_what_it_expects(install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install("steps", "[syncline.report_readers]\nsteps = steps\n", READER.format("steps"))
     assert main(["report", str(tmp_path / "gone")]) == 2

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from syncline.collectives.__main__ import main
+from syncline.collectives.health.report import Reporter
 from test_support.jobs import LIMIT_S
 
 if sys.version_info >= (3, 11):
@@ -67,6 +68,27 @@ def test_doctor_knows_no_such_backend(syncline) -> None:
     assert done.returncode == 1
     assert "WRONG  backend" in done.stdout
     assert "no backend 'foo' is installed (given as argument)" in done.stdout
+
+
+def test_characters_that_the_output_lacks_are_written_in_ascii(tmp_path: Path) -> None:
+    Reporter("today", 0, 1, str(tmp_path)).write("caf\u00e9 \u2500 \udce9")  # a table's line, and a byte of a name of a file
+    page = tmp_path / "page.html"
+    command = [sys.executable, "-m", "syncline.collectives", "report", str(tmp_path), "--html", str(page)]
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "caf\\xe9 \\u2500 \\udce9" in done.stdout
+    assert "caf\u00e9 \u2500 \\udce9" in page.read_text(encoding="utf-8")
+
+
+def test_output_that_nobody_reads_is_no_traceback(python: list[str], tmp_path: Path) -> None:
+    Reporter("today", 0, 1, str(tmp_path)).write("a test")
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [*python, "-m", "syncline.collectives", "report", str(tmp_path)]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_no_command_lists_all(capsys: pytest.CaptureFixture[str]) -> None:

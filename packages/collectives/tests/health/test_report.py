@@ -196,7 +196,7 @@ WRONG_ENTRIES = [
 def test_entries_of_another_type_are_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str, name: str, value: object
 ) -> None:
-    path = reports_of(tmp_path, ["ab", "ab"]) / "rank-1.1.json"
+    path = reports_of(tmp_path, ["ab", "ab"], written_by=[1]) / "rank-1.1.json"
     content = json.loads(path.read_text())
     group = content["groups"][0]
     {"": content, "group": group, "call": group["calls"][0]}[where][name] = value
@@ -205,6 +205,36 @@ def test_entries_of_another_type_are_refused_by_name(
     assert re.search(
         rf"rank-1\.1\.json is no report of Syncline: TypeError: expected .* as {name}, found", capsys.readouterr().err
     )
+
+
+def test_reports_are_shown_beside_files_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = reports_of(tmp_path, ["ab", "ab"], written_by=[0])
+    (made / "rank-1.1.json").touch()
+    other = tmp_path / "syncline-report-other"
+    other.mkdir()
+    (other / "rank-0.1.json").write_text("{}")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "1 of 2 rank(s) have reported" in capsys.readouterr().out
+    assert [re.findall(r"left out: .*/(.*/rank.*) is no report of Syncline", said) for said in caplog.messages] == [
+        ["syncline-report-today/rank-1.1.json"],
+        ["syncline-report-other/rank-0.1.json"],
+    ]
+
+
+def test_a_process_that_ends_while_it_writes_leaves_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException):
+        pass
+
+    def ends(*_: object) -> None:
+        raise Killed
+
+    for name in ("replace", "rename", "link"):
+        monkeypatch.setattr(os, name, ends)
+    with pytest.raises(Killed):
+        reports_of(tmp_path, ["ab"])
+    assert not list(tmp_path.glob("*/rank-*"))
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

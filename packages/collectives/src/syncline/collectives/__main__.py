@@ -10,8 +10,11 @@ Commands come from the group of entry points `syncline.commands`. Each entry poi
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from .errors import SynclineError
 
@@ -32,10 +35,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help(sys.stderr)
             return 2
         arguments = parser.parse_args(words)
+        # The terminal may lack characters, such as the lines of tables. Names of files may have characters that none has.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            with suppress(OSError):  # the stream cannot seek any more, because another file has taken its descriptor
+                sys.stdout.reconfigure(errors="backslashreplace")
         status: int = arguments.run(arguments)
+        print(end="", flush=True)
     except SynclineError as error:
         print(f"syncline: {error}", file=sys.stderr)
         return 2
+    # The reader of standard output has ended, such as `head`. Python flushes again at exit, so let the rest go nowhere.
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return status
 
 

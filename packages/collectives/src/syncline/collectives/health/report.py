@@ -6,6 +6,7 @@ import argparse
 import atexit
 import itertools
 import json
+import logging
 import os
 import signal
 import socket
@@ -28,6 +29,8 @@ from ..errors import InvalidArgumentError
 from ..tensors.checks import is_list_of_integers
 from .recorder import Recorder, find_divergence
 from .statements import ranks_in_words
+
+logger = logging.getLogger("syncline.collectives")
 
 
 @dataclass(frozen=True)
@@ -93,24 +96,30 @@ def _checked(record: type, content: Any) -> dict[str, Any]:
 def read_reports(folder: Path) -> list[RankReport]:
     """Return all reports, in the order of ranks. The reports of one rank are in the order of time.
 
-    Only the latest report of each rank has its groups and stacks.
+    Only the latest report of each rank has its groups and stacks. Log a warning for each file that cannot be read.
 
     Raises:
-        InvalidArgumentError: the folder has no report, or has a report that cannot be read.
+        InvalidArgumentError: the folder has no report that can be read.
     """
     latest: dict[int, RankReport] = {}
     earlier: list[RankReport] = []
-    for path in folder.glob("rank-*.json"):
+    unreadable: list[str] = []
+    for path in sorted(folder.glob("rank-*.json")):
         try:
             report = RankReport.parse(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise InvalidArgumentError(f"{path} is no report of Syncline: {type(error).__name__}: {error}") from error
+            unreadable.append(f"{path} is no report of Syncline: {type(error).__name__}: {error}")
+            continue
         # A rank may have written several reports, one for each failing group or signal.
         known = [latest[report.rank]] if report.rank in latest else []
         *older, latest[report.rank] = sorted([*known, report], key=lambda report: report.written_at)
         earlier += [replace(one, groups=(), stacks="") for one in older]  # a report may have 3 MB
+    if not latest and unreadable:
+        raise InvalidArgumentError("\n".join(unreadable))
     if not latest:
         raise InvalidArgumentError(f"expected files rank-*.json in {folder}, found none; give the folder that the error named")
+    for words in unreadable:
+        logger.warning("left out: %s", words)
     return sorted([*earlier, *latest.values()], key=lambda report: (report.rank, report.written_at))
 
 
@@ -212,9 +221,19 @@ def text(folder: Path, arguments: argparse.Namespace) -> str:
     """Return the merged reports of all ranks. If the folder has reports of several jobs, return one text for each job.
 
     Raises:
-        InvalidArgumentError: a file is not a report, or `--stacks` names a rank that has written no report.
+        InvalidArgumentError: no report of a job can be read, or `--stacks` names a rank that has written no report.
     """
-    reports = [read_reports(one) for one in _folders(folder)]
+    reports: list[list[RankReport]] = []
+    unreadable: list[str] = []
+    for one in _folders(folder):
+        try:
+            reports.append(read_reports(one))
+        except InvalidArgumentError as error:
+            unreadable.append(str(error))
+    if not reports:
+        raise InvalidArgumentError("\n".join(unreadable))
+    for words in unreadable:
+        logger.warning("left out: %s", words)
     written = sorted({report.rank for of_job in reports for report in of_job})
     if arguments.stacks is not None and arguments.stacks not in written:
         raise InvalidArgumentError(
@@ -365,22 +384,17 @@ def _say(text: str) -> None:
 def _write_new(folder: Path, stem: str, number: int, text: str) -> None:
     """Write a file that does not exist yet.
 
-    The launcher may kill this process meanwhile, so the text is first written to a hidden file: no report is incomplete.
+    The launcher may kill this process meanwhile, so the text is first written to a hidden file: each report is complete.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     aside = folder / f".{stem}.{os.getpid()}.{number}"
     try:
         with os.fdopen(os.open(aside, flags, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
-        while True:
-            path = folder / f"{stem}.{number}.json"
-            try:
-                os.close(os.open(path, flags, 0o600))  # take the name
-            except FileExistsError:
-                number += 1
-                continue
-            os.replace(aside, path)
-            return
+        # One reporter gives each number once. Only a file of an earlier reporter of this run may have the name.
+        while (path := folder / f"{stem}.{number}.json").exists():
+            number += 1
+        os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
-from ...errors import InvalidArgumentError
+from ...errors import InvalidArgumentError, SynclineError
 from ...plugins import load_plugin, plugin_names
 
 ENTRY_POINT_GROUP = "syncline.report_readers"
@@ -48,12 +48,6 @@ def load_readers() -> list[ReportReader]:
     ]
 
 
-def html_of(reader: ReportReader, folder: Path, arguments: argparse.Namespace) -> str:
-    """Return the reader's part of the HTML page."""
-    own = getattr(reader, "html", None)
-    return own(folder, arguments) if own is not None else f"<pre>{html.escape(reader.text(folder, arguments))}</pre>"
-
-
 HELP = "show the traces and failure reports in a folder"
 
 _PAGE = """<!DOCTYPE html>
@@ -83,15 +77,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the reports of the folder. With `--html`, also write them as an HTML page.
 
+    If a reader fails, this function still prints and writes what the other readers show, and raises the reader's error at the
+    end.
+
     Raises:
-        InvalidArgumentError: the folder does not exist, no reader finds a file in the folder, or the page cannot be written.
+        InvalidArgumentError: the folder does not exist, no reader finds a file in the folder, a reader fails, or the page
+            cannot be written.
     """
-    readers = _readers_of(arguments.folder, load_readers())
-    print("\n\n".join(reader.text(arguments.folder, arguments) for reader in readers))
-    if arguments.html is not None:
-        body = "\n".join(html_of(reader, arguments.folder, arguments) for reader in readers)
-        _write(arguments.html, _PAGE.format(title=html.escape(arguments.folder.resolve().name), body=body))
+    failures: list[SynclineError] = []
+    sections: list[str] = []
+    before = ""
+    for reader in _readers_of(arguments.folder, load_readers()):
+        try:
+            text = reader.text(arguments.folder, arguments)
+            print(before + text)
+            before = "\n"
+            if arguments.html is not None:
+                own = getattr(reader, "html", None)
+                sections.append(f"<pre>{html.escape(text)}</pre>" if own is None else own(arguments.folder, arguments))
+        except SynclineError as error:
+            failures.append(error)
+    if sections:
+        _write(arguments.html, _PAGE.format(title=html.escape(arguments.folder.resolve().name), body="\n".join(sections)))
         print(f"\nwrote {arguments.html}")
+    if failures:
+        raise InvalidArgumentError("\n".join(map(str, failures))) from failures[0]
     return 0
 
 
@@ -107,6 +117,7 @@ def _readers_of(folder: Path, readers: Sequence[ReportReader]) -> list[ReportRea
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        # Names of files that are not UTF-8 have characters that UTF-8 cannot encode.
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise InvalidArgumentError(f"cannot write the page {path}: {error.strerror}") from error
