@@ -154,11 +154,27 @@ def test_an_empty_folder_is_an_error_that_says_how_to_trace(tmp_path: Path) -> N
 
 
 def test_what_an_earlier_run_with_more_ranks_left_is_not_read(tmp_path: Path) -> None:
-    earlier = [Part(replace(a_header(rank, 3, "old"), epoch_s=500.0), steps=(a_step(),)) for rank in range(3)]
-    later = [Part(a_header(rank, 2, "new"), steps=(a_step(),)) for rank in range(2)]
+    earlier = [Part(a_header(rank, 3, "18a"), steps=(a_step(),)) for rank in range(3)]
+    later = [Part(a_header(rank, 2, "18b"), steps=(a_step(),)) for rank in range(2)]
     for part in (*earlier, *later):
         part_path(tmp_path, part.header.rank).write_text(text_of(part))
     assert read_parts(tmp_path) == later
+
+
+def test_a_run_that_was_killed_before_its_first_step_is_the_latest(tmp_path: Path) -> None:
+    earlier = Part(a_header(2, 3, "18a"), (ClockOffset(1.0, 2.0, 3.0),), (LAYOUT,), (a_step(),))
+    later = [Part(a_header(rank, 2, "18b")) for rank in range(2)]
+    for part in (earlier, *later):
+        part_path(tmp_path, part.header.rank).write_text(text_of(part))
+    assert read_parts(tmp_path) == later
+
+
+def test_a_file_that_another_version_left_is_named_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    part = Part(a_header(0, 1), steps=(a_step(),))
+    part_path(tmp_path, 0).write_text(text_of(part))
+    part_path(tmp_path, 1).write_text(header_line(a_header(1)).replace('"version": 2', '"version": 1'))
+    assert read_parts(tmp_path) == [part]
+    assert "trace-rank-00001.jsonl is no trace of a rank" in caplog.text
 
 
 # ---- the timeline ----

@@ -243,7 +243,8 @@ def test_a_rank_that_cannot_write_does_not_stop_the_others(tmp_path: Path, caplo
     with caplog.at_level(logging.WARNING, "syncline.ddp"):
         run_ranks(2, traced, a_network(), tmp_path)
     assert any("rank 1 cannot write its trace" in message for message in caplog.messages)
-    assert any("the trace was not merged" in message for message in caplog.messages)
+    assert any("trace-rank-00001.jsonl is no trace of a rank" in message for message in caplog.messages)
+    assert [rank.header.rank for rank in read_timeline(tmp_path).ranks] == [0]
 
 
 def test_ranks_with_different_numbers_of_steps_end_without_one_another(tmp_path: Path) -> None:
@@ -256,6 +257,28 @@ def test_ranks_with_different_numbers_of_steps_end_without_one_another(tmp_path:
     short, long = read_parts(tmp_path)
     assert [step.number for step in short.steps] == [1, 2]
     assert [step.number for step in long.steps] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("steps", "traced_steps"), [((2, 4), "2 to 4"), ((2,), "2 to 6"), ((5, 9), "5 to 6")])
+def test_the_log_names_the_traced_steps(
+    steps: tuple[int, ...], traced_steps: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "syncline.ddp"):
+        run_ranks(2, traced, a_network(), tmp_path, *steps)
+    assert [message for message in caplog.messages if message.startswith(f"traced steps {traced_steps}: open")]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_trace_of_an_earlier_run_is_not_announced_as_new(
+    count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_ranks(2, traced, a_network(), tmp_path)
+    before = (tmp_path / "trace.json").read_bytes()
+    with caplog.at_level(logging.INFO, "syncline.ddp"):
+        run_ranks(2, lambda group: traced(group, a_network(), tmp_path, 4, count=count))
+    assert not any("traced steps" in message for message in caplog.messages)
+    assert any(f"the model made {count} steps, and the first step to trace is step 4" in said for said in caplog.messages)
+    assert (tmp_path / "trace.json").read_bytes() == before
 
 
 def test_a_trace_cannot_begin_within_join(tmp_path: Path) -> None:

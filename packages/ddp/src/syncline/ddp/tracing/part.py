@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from syncline.collectives import InvalidArgumentError
 
 from .clock import ClockOffset
 from .events import BucketEvent, BucketLayout, CallEvent, OptimizerEvent, StepEvent
+
+logger = logging.getLogger("syncline.ddp")
 
 VERSION = 2
 PATTERN = "trace-rank-*.jsonl"
@@ -30,7 +33,7 @@ class Header:
         rank, size: the rank in the group whose ranks average their gradients, and the size of this group.
         group: a description of the group, such as "mpi: MPICH 4.3.0".
         epoch_s: `time.time()` minus `time.perf_counter()` on this rank, in seconds.
-        run: the name of the run. All ranks have the same name; each run has another name.
+        run: the name of the run. All ranks have the same name. A later run has a greater name, in the order of texts.
     """
 
     rank: int
@@ -90,22 +93,28 @@ def _line(kind: str, content: Mapping[str, Any]) -> str:
 
 
 def read_parts(folder: Path) -> list[Part]:
-    """Return the parts of the latest run in a folder, sorted by rank.
+    """Return the parts of the latest run in a folder, sorted by rank. Log a warning for each file that cannot be read.
 
     Raises:
-        InvalidArgumentError: there are no parts, or a part cannot be read.
+        InvalidArgumentError: there is no part that can be read.
     """
-    parts = [read_part(path) for path in sorted(folder.glob(PATTERN))]
+    parts: list[Part] = []
+    unreadable: list[str] = []
+    for path in sorted(folder.glob(PATTERN)):
+        try:
+            parts.append(read_part(path))
+        # An earlier run with more ranks, or with another version of Syncline, may have left the file.
+        except InvalidArgumentError as error:
+            unreadable.append(str(error))
+    if not parts and unreadable:
+        raise InvalidArgumentError("\n".join(unreadable))
     if not parts:
         raise InvalidArgumentError(f"expected files {PATTERN} in {folder}, found none; trace with SYNCLINE_TRACE={folder}")
+    for words in unreadable:
+        logger.warning("left out of the trace: %s", words)
     # A folder may still hold files of ranks that only an earlier, larger run had.
-    latest = max(parts, key=lambda part: part.header.epoch_s + _began(part)).header.run
+    latest = max(part.header.run for part in parts)
     return sorted((part for part in parts if part.header.run == latest), key=lambda part: part.header.rank)
-
-
-def _began(part: Part) -> float:
-    times = [clock.at for clock in part.clocks] + [step.forward_started for step in part.steps]
-    return min(times, default=0.0)
 
 
 def read_part(path: Path) -> Part:

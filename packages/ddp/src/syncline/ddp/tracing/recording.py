@@ -156,6 +156,16 @@ class TraceRecording:
             self._warn(error)
 
     def _merge(self) -> None:
+        first, last = self.settings.first, self.settings.last
+        # The folder may hold the files of an earlier run, which are not the trace of these steps.
+        if self._steps < first:
+            logger.warning(
+                "nothing was traced to %s: the model made %d steps, and the first step to trace is step %d",
+                self.settings.folder,
+                self._steps,
+                first,
+            )
+            return
         try:
             path = write_trace(self.settings.folder)
         except SynclineError as error:
@@ -163,7 +173,9 @@ class TraceRecording:
                 "the trace was not merged: %s. Bring the ranks' files into one folder, and run syncline trace", error
             )
         else:
-            logger.info("traced steps %d to %d: open %s in ui.perfetto.dev", self.settings.first, self._steps, path)
+            # This comes after the step that follows the last traced step, so `_steps` may be above `last`.
+            traced = self._steps if last is None else min(self._steps, last)
+            logger.info("traced steps %d to %d: open %s in ui.perfetto.dev", first, traced, path)
 
     def _warn(self, error: OSError) -> None:
         folder, rank = self.settings.folder, self._group.rank
@@ -179,7 +191,7 @@ def _agree_on_run(group: ProcessGroup) -> str:
     """A collective. Return a name that is the same on all ranks."""
     number = torch.tensor([time.time_ns()], dtype=torch.int64, device=message_device(group))
     group.broadcast(number, 0)
-    return f"{int(number):x}"
+    return f"{int(number):016x}"  # all names have one length, so the order of texts is the order of runs
 
 
 _traced: set[tuple[Path, int]] = set()
