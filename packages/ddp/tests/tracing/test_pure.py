@@ -76,8 +76,9 @@ def test_nothing_is_traced_without_a_folder() -> None:
 
 
 def test_settings_of_the_environment() -> None:
-    assert settings_from({"SYNCLINE_TRACE": "here"}) == TraceSettings(Path("here"), 10, 20)
-    assert settings_from({"SYNCLINE_TRACE": "here", "SYNCLINE_TRACE_STEPS": "3-3"}) == TraceSettings(Path("here"), 3, 3)
+    here = Path.cwd() / "here"
+    assert settings_from({"SYNCLINE_TRACE": "here"}) == TraceSettings(here, 10, 20)
+    assert settings_from({"SYNCLINE_TRACE": "here", "SYNCLINE_TRACE_STEPS": "3-3"}) == TraceSettings(here, 3, 3)
 
 
 @pytest.mark.parametrize(("text", "steps"), [("10-20", (10, 20)), (" 1 - 2 ", (1, 2)), ("7", (7, 7))])
@@ -89,6 +90,16 @@ def test_steps(text: str, steps: tuple[int, int]) -> None:
 def test_steps_that_make_no_sense(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"STEPS: expected the first and the last step.*such as 10-20"):
         parse_steps(text, "STEPS")
+
+
+def test_a_removed_working_directory_is_no_error_before_the_trace_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert settings_from({"SYNCLINE_TRACE": "here"}) == TraceSettings(Path("here"), 10, 20)
 
 
 # ---- clocks ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
@@ -159,6 +160,29 @@ def test_a_trace_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run_ranks(2, body)
     assert read_timeline(folder).steps == [1, 2]
     assert (folder / "trace.json").exists()
+
+
+@pytest.mark.parametrize("when", ["before the first traced step", "within the traced steps"])
+@pytest.mark.parametrize("by_environment", [True, False])
+def test_a_trace_stays_in_its_folder_if_the_working_directory_changes(
+    when: str, by_environment: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    if by_environment:
+        monkeypatch.setenv("SYNCLINE_TRACE", "traces")
+        monkeypatch.setenv("SYNCLINE_TRACE_STEPS", "3-5")
+
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(torch.nn.Linear(4, 2), process_group=group)
+        with contextlib.nullcontext() if by_environment else model.trace("traces", 3, 5):
+            train(model, 0, 1 if when.startswith("before") else 4)
+            monkeypatch.chdir(tmp_path / "elsewhere")
+            train(model, 0, 5)
+
+    run_ranks(1, body)
+    assert read_timeline(tmp_path / "traces").steps == [3, 4, 5]
+    assert (tmp_path / "traces" / "trace.json").exists()
 
 
 def test_a_model_that_is_checked_for_one_step_does_not_take_the_place_of_the_one_that_is_trained(

@@ -35,7 +35,7 @@ from .replica_check import EVERY_VARIABLE as CHECK_EVERY
 from .replica_check import ReplicaCheck
 from .stragglers import StragglerWatch, checked_every, every_from
 from .sync_batch_norm import refuse_layers_that_see_one_rank
-from .tracing import TraceRecording, TraceSettings, settings_from
+from .tracing import TraceRecording, TraceSettings, fixed_folder, settings_from
 from .uneven_inputs import Replica, UnevenInputs
 
 if TYPE_CHECKING:
@@ -640,7 +640,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         trace without a change to the script.
 
         Args:
-            folder: the folder for the files. It is created if it is missing.
+            folder: the folder for the files. It is created if it is missing. A relative path counts from the working directory
+                at the beginning of the context.
             first: the first traced step. A step is a backward that averages gradients. The first step in the context is step 1.
             last: the last traced step. None: trace all steps from `first` on.
 
@@ -652,7 +653,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             raise MisuseError(f"trace on {self._group.place()} within join(): enter it before, around join()")
         if first < 1 or (last is not None and last < first):
             raise InvalidArgumentError(f"trace: expected 1 <= first <= last, found first={first}, last={last}")
-        recording = self._start_recording(TraceSettings(Path(folder), first, last))
+        recording = self._start_recording(TraceSettings(fixed_folder(folder), first, last))
         try:
             yield
         except BaseException:

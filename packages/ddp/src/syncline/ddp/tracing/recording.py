@@ -199,7 +199,7 @@ _asked: set[tuple[Path, int]] = set()
 
 
 def _is_first_to_trace(settings: TraceSettings, rank: int) -> bool:
-    key = settings.folder.resolve(), rank
+    key = settings.folder, rank
     if key in _traced:
         logger.info("another model of this process is traced to %s already; trace this one with its method `trace`", key[0])
         return False
@@ -208,7 +208,7 @@ def _is_first_to_trace(settings: TraceSettings, rank: int) -> bool:
 
 
 def _tell_at_exit_if_nothing_was_traced(settings: TraceSettings, rank: int) -> None:
-    key = settings.folder.resolve(), rank
+    key = settings.folder, rank
     if rank == 0 and key not in _asked:
         _asked.add(key)
         atexit.register(_tell_if_nothing_was_traced, key, settings.first)

@@ -19,7 +19,7 @@ class TraceSettings:
     """The steps to trace, and the folder for the trace. A step is a backward that averages gradients. The first step is step 1.
 
     Attributes:
-        folder: the folder for the files of all ranks. It is created if it is missing.
+        folder: the result of `fixed_folder`. The folder is created if it is missing.
         first: the first traced step, 1 or above.
         last: the last traced step; None: trace until the script ends the trace.
     """
@@ -35,7 +35,16 @@ def settings_from(environ: Mapping[str, str]) -> TraceSettings | None:
     if not folder:
         return None
     first, last = parse_steps(environ.get(STEPS_VARIABLE) or DEFAULT_STEPS, STEPS_VARIABLE)
-    return TraceSettings(Path(folder), first, last)
+    return TraceSettings(fixed_folder(folder), first, last)
+
+
+def fixed_folder(folder: str | Path) -> Path:
+    """Return the folder for the files of all ranks. A relative path counts from the present working directory."""
+    try:
+        return Path(folder).absolute()  # the script may change its working directory before the trace is written
+    # The working directory was removed. Let the rank warn when it cannot write its file.
+    except OSError:
+        return Path(folder)
 
 
 def parse_steps(text: str, name: str) -> tuple[int, int]:
