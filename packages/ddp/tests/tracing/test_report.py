@@ -99,6 +99,16 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
         extras.require_extra("rich")
 
 
+def test_two_profiles_of_one_rank_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        (folder / name).write_text('{"traceEvents": []}')
+    profiles = ["--profile", f"0={folder / 'a'}", "--profile", f"0={folder / 'b'}"]
+    assert main(["trace", str(folder), *profiles]) == 2
+    assert "--profile: expected one file for each rank, found" in capsys.readouterr().err
+    profiles[-1] = f"1={folder / 'b'}"
+    assert main(["trace", str(folder), *profiles]) == 0
+
+
 def test_a_failure_is_shown_in_the_same_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from syncline.collectives.health.report import Reporter
 

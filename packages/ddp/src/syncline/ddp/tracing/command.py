@@ -27,9 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge the traces, and print the path of the merged file."""
-    profiles = dict(_profile(text) for text in arguments.profile)
-    path = write_trace(arguments.folder, arguments.output, profiles)
-    print(f"wrote {path}; open it in https://ui.perfetto.dev or chrome://tracing")
+    profiles: dict[int, Path] = {}
+    for rank, path in map(_profile, arguments.profile):
+        if rank in profiles:
+            raise InvalidArgumentError(
+                f"--profile: expected one file for each rank, found {profiles[rank]} and {path} for rank {rank}; give one"
+            )
+        profiles[rank] = path
+    merged = write_trace(arguments.folder, arguments.output, profiles)
+    print(f"wrote {merged}; open it in https://ui.perfetto.dev or chrome://tracing")
     return 0
 
 
