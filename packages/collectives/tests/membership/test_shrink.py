@@ -26,6 +26,7 @@ from syncline.collectives import (
     TransportError,
     init_process_group,
 )
+from syncline.collectives.health.stalls import StatusPost
 from syncline.collectives.membership import store_reconnector
 from syncline.collectives.membership.store_reconnector import MembershipVote
 from syncline.collectives.startup.backend import ConnectRequest
@@ -33,7 +34,7 @@ from syncline.collectives.stores import InMemoryStore
 from syncline.collectives.testing.processes import run_processes
 from syncline.collectives.transports.gloo import GlooBackend
 from syncline.collectives.transports.gloo_reconnector import store_lack
-from syncline.collectives.transports.threads import InProcessGroup, create_groups
+from syncline.collectives.transports.threads import InProcessGroup, InProcessTransport, create_groups
 
 JOB = Path(__file__).with_name("shrinking_job.py")
 
@@ -242,6 +243,61 @@ def _shrink_in_vain_of_1(group: InProcessGroup, may_go_on: threading.Event) -> P
 
     group._reconnector.connect = connect_soon  # type: ignore[method-assign]
     return group.shrink(silence_timeout_s=30)
+
+
+@pytest.mark.parametrize("call", ["shrink", "admit"])
+def test_the_new_group_has_the_time_limit_that_was_set_last(call: str) -> None:
+    groups = create_groups(2, timeout_s=30)
+
+    def body(rank: int) -> float:
+        groups[rank].set_timeout(7)
+        return getattr(groups[rank], call)().timeout_s  # type: ignore[no-any-return]
+
+    assert in_threads(2, body) == [7, 7]
+
+
+def test_a_newcomer_keeps_its_own_time_limit() -> None:
+    groups = create_groups(1, timeout_s=30)
+    newcomer = groups[0].newcomer()
+    newcomer.set_timeout(8)
+
+    def body(number: int) -> float:
+        if number == 0:
+            until(lambda: groups[0].newcomers() == 1)
+        return (groups[0], newcomer)[number].admit().timeout_s
+
+    assert in_threads(2, body) == [30, 8]
+
+
+class Lines(StatusPost):
+    """The latest status line of each rank."""
+
+    def __init__(self, rank: int, lines: dict[int, str]) -> None:
+        self._rank = rank
+        self._lines = lines
+
+    def post(self, line: str) -> None:
+        self._lines[self._rank] = line
+
+    def posted(self) -> dict[int, str]:
+        return dict(self._lines)
+
+
+@pytest.mark.parametrize("call", ["shrink", "admit"])
+def test_the_new_group_warns_of_stalls(call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    lines: dict[int, str] = {}
+    monkeypatch.setattr(InProcessTransport, "status_post", lambda self: Lines(self._rank, lines))
+    groups = create_groups(2, timeout_s=30)
+
+    def body(rank: int) -> None:
+        groups[rank].warn_of_stalls(0.3)
+        group = getattr(groups[rank], call)()
+        if rank == 1:
+            until(lambda: "a call has run for 0.3 s and more: rank 0 in all_reduce" in caplog.text)
+        total(group)
+        group.close()
+
+    in_threads(2, body)
 
 
 # ---- processes over Gloo ----

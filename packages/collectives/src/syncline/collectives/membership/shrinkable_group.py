@@ -85,12 +85,14 @@ class ShrinkableGroup(HostGroup):
             raise self._refusal(Signature(call))
 
     def _replaced(self, transport: Transport) -> ProcessGroup:
-        newer = type(self)(transport, self._reconnector, **self._options)
+        # The program may have changed the time limit since this group was made.
+        newer = type(self)(transport, self._reconnector, **{**self._options, "timeout_s": self.timeout_s})
         self._is_replaced = True
         if self._leavers is not None:
             self._leavers.is_closed = True  # the old group counts as closed, because the new group takes its place
         newer.report_to(self._reporter)
         newer.expect_losses(self._losses_are_expected)
+        newer.warn_of_stalls(self._stall_warning_s)
         return newer
 
     @override
