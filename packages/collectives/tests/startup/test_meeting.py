@@ -113,6 +113,42 @@ def test_a_rank_that_comes_when_another_has_given_up_does_not_wait_for_it() -> N
             meet(store, rank, 3, CancelScope(60.0))
 
 
+class InterruptedStore(InMemoryStore):
+    """Raises an error in the first wait for the other ranks, as a signal handler does."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.errors = [error]
+
+    def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
+        if self.errors:
+            raise self.errors.pop()
+        super().wait(keys, timeout)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ZeroDivisionError])
+def test_a_rank_that_comes_when_another_was_interrupted_does_not_wait_for_it(error: type[BaseException]) -> None:
+    store = InterruptedStore(error)
+    with pytest.raises(error):
+        meet(store, 0, 3, CancelScope(60.0))
+    for rank in (1, 2):
+        with pytest.raises(TimeoutError, match=r"rank 0 was interrupted before all had come; call again on all ranks"):
+            meet(store, rank, 3, CancelScope(5.0))
+
+
+def test_an_interrupt_after_all_have_come_leaves_the_others_alone() -> None:
+    class Late(InterruptedStore):
+        def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
+            if self.errors:
+                self.compare_set("all came", "", "in order")  # by the last rank
+            super().wait(keys, timeout)
+
+    store = Late(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        meet(store, 0, 2, CancelScope(60.0))
+    meet(store, 1, 2, CancelScope(60.0))
+
+
 def test_the_last_rank_may_come_at_the_time_limit() -> None:
     class Late(InMemoryStore):
         def wait(self, keys: Sequence[str], timeout: Any = None) -> None:

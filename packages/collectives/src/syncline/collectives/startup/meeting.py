@@ -22,7 +22,7 @@ _SLICE_S = 0.25
 _READ_S = 2.0
 _ALL = "all came"
 _IN_ORDER = "in order"
-_GAVE_UP = "time-out: "  # what a rank tells that has reached its time limit begins with this text
+_GAVE_UP = "time-out: "  # the text of a rank that waits no longer (time limit, Ctrl-C) begins with these words
 T = TypeVar("T")
 
 
@@ -48,8 +48,8 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
     that waits sends more requests.
 
     Raises:
-        TimeoutError: some ranks did not call this function in time; the error names them. When the first rank gives up, the
-            ranks that wait raise the error, too, and ranks that come later raise it at once.
+        TimeoutError: some ranks did not call this function in time; the error names them. When the first rank gives up, or is
+            interrupted, the ranks that wait raise the error, too, and ranks that come later raise it at once.
         DisagreementError: the ranks were given different sizes, or run different versions (all ranks raise the error). Or
             `size` ranks have met in the store before this rank came (only this rank raises the error).
         StoreError: the store failed.
@@ -72,7 +72,7 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
             f"all {size} ranks have met in this store before rank {rank} came: the store belongs to another job. Is its "
             "port, or its folder, in use? Give this job another one"
         )
-    while not _have_come(store, scope):
+    while not _have_come(store, rank, scope):
         if scope.is_over():
             # Another thread has cancelled the call, for example because it saw that a rank was lost.
             if scope.reason is not None:
@@ -133,11 +133,20 @@ def _absent(store: Store, ranks: Sequence[int]) -> list[int]:
     return _absent(store, ranks[:middle]) + _absent(store, ranks[middle:])
 
 
-def _have_come(store: Store, scope: CancelScope) -> bool:
+def _have_come(store: Store, rank: int, scope: CancelScope) -> bool:
     try:
         store.wait([_ALL], min(max(scope.remaining_s(), 1e-3), _SLICE_S))
     except StoreTimeout:
         return False
+    except StoreError:
+        raise
+    except BaseException:  # Ctrl-C, or another signal whose handler raises
+        # The program may go on and call again, as a cell of a notebook does. Ranks that come later would wait for this rank in
+        # vain. If the store does not answer, a second Ctrl-C ends this request, too.
+        with suppress(StoreError):
+            told = f"{_GAVE_UP}rank {rank} was interrupted before all had come; call again on all ranks, or start them again"
+            store.compare_set(_ALL, "", told)
+        raise
     return True
 
 
