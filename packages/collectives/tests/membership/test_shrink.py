@@ -170,6 +170,21 @@ def test_the_first_alarm_tells_the_others_what_failed() -> None:
         group.abort()
 
 
+def test_the_alarm_after_ctrl_c_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    first, second = create_groups(2)
+    monkeypatch.setattr(first._transport, "all_reduce", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        first.all_reduce(torch.ones(1))
+    assert str(second._alarm()).endswith("this collective will not finish: KeyboardInterrupt")
+    with pytest.raises(TransportError, match=r"had failed before:\n  KeyboardInterrupt"):
+        first.all_reduce(torch.ones(1))
+    for group in (first, second):
+        group.abort()
+
+
 @pytest.mark.parametrize("lost", [{1}, {0}, {0, 3}, {0, 1, 2}])
 def test_threads_that_are_left_go_on(lost: set[int]) -> None:
     groups = create_groups(4, timeout_s=30)

@@ -53,9 +53,14 @@ def fitted(text: str) -> str:
     return text
 
 
+def in_words(error: BaseException) -> str:
+    """Return an error's text, or the name of its class if it has no text, as a KeyboardInterrupt."""
+    return str(error) or type(error).__name__
+
+
 def headline(error: BaseException) -> str:
-    """The first line of an error's text."""
-    return str(error).partition("\n")[0]
+    """The first line of what `in_words` returns."""
+    return in_words(error).partition("\n")[0]
 
 
 def text_of(error: BaseException) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import CollectiveTimeout, GroupClosedError, RankLostError, SynclineError, TransportError, with_details
+from ..errors import CollectiveTimeout, GroupClosedError, RankLostError, SynclineError, TransportError, in_words, with_details
 from ..health.liveness import Liveness
 from .call import Call, Signature
 
@@ -42,7 +42,9 @@ class FailureWords:
     def not_started(self, what: Call | Signature, first_failure: BaseException) -> TransportError:
         """Return the error for a call after the group has failed."""
         error = TransportError(
-            with_details(f"{what} on {self._place} was not started because the group had failed before:", str(first_failure))
+            with_details(
+                f"{what} on {self._place} was not started because the group had failed before:", in_words(first_failure)
+            )
         )
         error.__cause__ = first_failure
         return error
@@ -69,7 +71,7 @@ class FailureWords:
         error = TransportError(
             with_details(
                 "the group has ended before this transfer was over, so the wait for it ends, too:",
-                "the group was closed; wait for all transfers first" if first_failure is None else str(first_failure),
+                "the group was closed; wait for all transfers first" if first_failure is None else in_words(first_failure),
             )
         )
         error.__cause__ = first_failure

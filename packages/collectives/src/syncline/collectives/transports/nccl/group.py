@@ -26,6 +26,7 @@ from ...errors import (
     SynclineError,
     TransportError,
     headline,
+    in_words,
     with_details,
 )
 from ...group import ProcessGroup
@@ -148,7 +149,7 @@ class NcclGroup(EngineGroup):
             self.place,
             lambda: self._connections.background(),
             self._reported,
-            tell=lambda error: rendezvous.announce(self.name, f"{self.place()} failed: {error}"),
+            tell=lambda error: rendezvous.announce(self.name, f"{self.place()} failed: {in_words(error)}"),
             hear=lambda: rendezvous.announced(self.name, connector.ranks),
         )
         self._connections = Connections(connector, self.place, lambda: self.timeout_s, self._in_flight, of_all_ranks)

@@ -19,7 +19,7 @@ from typing_extensions import override
 from ...engine.cancel_scope import CancelScope
 from ...engine.host_group import HostGroup
 from ...engine.tags import FIRST_NCCL_AGREEMENT, NCCL_AGREEMENTS, ReservedTag
-from ...errors import RankLostError, TransportError, with_details
+from ...errors import RankLostError, TransportError, in_words, with_details
 from ...group import ProcessGroup
 from ...health.agreement import Carrier
 from ...health.statements import MOST_TOLD, Statements
@@ -79,7 +79,7 @@ class Rendezvous(ABC):
         except Exception as error:
             # The others wait for a decision, so they must hear why there is none.
             for other in others:
-                self.send(topic, other, leader, {_COULD_NOT: str(error)}, scope)
+                self.send(topic, other, leader, {_COULD_NOT: in_words(error)}, scope)
             raise
         for other in others:
             self.send(topic, other, leader, decision, scope)
