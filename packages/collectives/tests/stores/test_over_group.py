@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from syncline.collectives import InvalidArgumentError, ProcessGroup, StoreError, StoreTimeout, TransportError, Work
+from syncline.collectives.stores import over_group
 from syncline.collectives.stores.over_group import GroupStore
 from syncline.collectives.testing import run_ranks
 from test_support.forked import answer_of, in_fork
@@ -151,6 +153,35 @@ def test_an_answer_that_comes_after_its_call_has_ended_is_not_taken_for_another(
                     handle.get("b")
         else:
             store.wait(["b"])
+        group.barrier()
+        store.close()
+
+    run_ranks(2, body)
+
+
+def test_rank_0_does_not_wait_long_for_the_rest_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C has ended a call of rank 1 after it had sent the length of its request."""
+    monkeypatch.setattr(over_group, "_GOODBYES_S", 0.2)
+
+    def body(group: ProcessGroup) -> None:
+        store = GroupStore(group.split(0), timeout=20)
+        if group.rank == 1:
+            send = store._group.send
+
+            def interrupted(tensor: torch.Tensor, dst: int, tag: int) -> object:
+                if tensor.dtype == torch.uint8:
+                    raise KeyboardInterrupt
+                return send(tensor, dst, tag)
+
+            store._group.send = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                store.set("key", "1")
+            store._group.send = send
+        group.barrier()
+        if group.rank == 0:
+            began_s = time.monotonic()
+            store.close()
+            assert time.monotonic() - began_s < 20  # the time limit of the group is longer
         group.barrier()
         store.close()
 

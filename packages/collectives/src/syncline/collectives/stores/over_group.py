@@ -28,6 +28,7 @@ _GOODBYE = -1  # a rank that will not ask again sends this number in place of a 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 2e-4, 2e-2
 _LOOKS_SHARE = 20  # with many ranks a check takes long, so the server pauses at least 20 times as long as a check
 _GOODBYES_S = 5.0
+_STOP_S = 1.0
 
 
 class GroupStore(ServedStore):
@@ -178,7 +179,12 @@ class _Server:
             self._thread.join(_GOODBYES_S)
         self._stopping.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_STOP_S)
+        # The thread waits for the rest of a request, because Ctrl-C has ended the call of that rank. `close` aborts the group
+        # in any case now. Over Gloo the thread may wait on after that, so do not wait for it without a limit.
+        if self._thread.is_alive():
+            self._group.abort()
+            self._thread.join(_STOP_S)
         return self._present == 0
 
     def _serve(self) -> None:
