@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import Sampler
 
-from syncline.collectives import ProcessGroup, TransportError
+from syncline.collectives import ProcessGroup, StoreError, TransportError
 from syncline.collectives.internal import replace_default_group
 from syncline.ddp.training_state import NO_RECOVERY, load_optimizer_state, rank_with_state
 
@@ -154,14 +154,23 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt on all ranks if new processes wait to join. This is a collective."""
+        """Raise HostsUpdatedInterrupt on all ranks if new processes wait to join. This is a collective.
+
+        If the store of the job fails while rank 0 looks for new processes, rank 0 logs a warning, and the training goes on.
+        """
         group = world().group
         # Whether the group can admit processes depends only on how it was made. So either all ranks return here, or all take
         # part in the broadcast below.
         if group.missing_for_admit() is not None:
             return
         # Only rank 0 counts the waiting processes, and broadcasts the number. So all ranks raise at the same commit.
-        if broadcast_object(group.newcomers() if group.rank == 0 else 0):
+        waiting = 0
+        if group.rank == 0:
+            try:
+                waiting = group.newcomers()
+            except StoreError as error:  # the next commit finds the processes
+                logger.warning("the store did not say whether somebody waits to be let in: %s", error)
+        if broadcast_object(waiting):
             raise HostsUpdatedInterrupt
 
     def save(self) -> None:
