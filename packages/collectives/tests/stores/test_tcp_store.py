@@ -8,8 +8,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -273,6 +274,37 @@ def test_a_name_leads_to_whichever_address_listens() -> None:
         store = TCPStore("localhost", server.port, secret=SECRET)
         assert store.add("count", 1) == 1
         store.close()
+
+
+@contextmanager
+def address_that_never_answers(address: str, port: int) -> Iterator[None]:
+    """A listener whose queue of connections is full, so that the system drops all further attempts to connect."""
+    with ExitStack() as sockets:
+        full = sockets.enter_context(socket.socket())
+        full.bind((address, port))
+        full.listen(0)
+        for _ in range(4):
+            one = sockets.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex((address, port))
+        yield
+
+
+def test_an_address_that_never_answers_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    look_up = socket.getaddrinfo
+
+    def two_addresses(host: str, *more: Any, **named: Any) -> Any:
+        hosts = ["127.0.0.2", "127.0.0.1"] if host == "node7" else [host]
+        return [found for one in hosts for found in look_up(one, *more, **named)]
+
+    with TCPStoreServer("127.0.0.1", secret=SECRET) as server, address_that_never_answers("127.0.0.2", server.port):
+        monkeypatch.setattr(socket, "getaddrinfo", two_addresses)
+        store = TCPStore("node7", server.port, secret=SECRET, timeout=4)
+        assert store.add("count", 1) == 1
+        store.close()
+        # Half of a long limit would be a long time, too.
+        monkeypatch.setattr(connection, "_ADDRESS_S", 0.5)
+        TCPStore("node7", server.port, secret=SECRET, timeout=3600).close()
 
 
 def test_many_waits_that_clients_gave_up_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ _CONNECTION_ENDED = {zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED}
 # The longest wait for a server's first byte. A thread of ZeroMQ sends this byte at once, even if the server's process is busy.
 GREETING_S = 10.0
 _FIRST_BYTE = b"\xff"
+_ADDRESS_S = 10.0  # the longest wait for one address of a host that has several
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}  # by process id: a forked child must not use its parent's context
 
 
@@ -151,7 +152,7 @@ def _probe(host: str, port: int, scope: CancelScope) -> str:
         OSError: no address accepts connections.
     """
     # A plain connection, which is thrown away: ZeroMQ, which makes the real one, would not say why a connection fails.
-    with socket.create_connection((host, port), max(scope.remaining_s(), 1e-3)) as plain:
+    with _connected(host, port, scope) as plain:
         if plain.getsockname() == plain.getpeername():  # connected to itself: the system chose this port for our own end
             raise ConnectionRefusedError("connection refused")
         plain.settimeout(min(GREETING_S, max(scope.remaining_s(), 1e-3)))
@@ -165,6 +166,34 @@ def _probe(host: str, port: int, scope: CancelScope) -> str:
             raise ProtocolError(f"it begins with {first!r}")
         number, _ = socket.getnameinfo(plain.getpeername(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
     return endpoint(number, port)
+
+
+def _connected(host: str, port: int, scope: CancelScope) -> socket.socket:
+    """Connect to the first address of `host` that accepts a connection.
+
+    `socket.create_connection` is no help: an address that never answers would use up the time of the addresses after it.
+
+    Raises:
+        OSError: no address accepts connections; the error is that of the last address.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for number, (family, kind, protocol, _, address) in enumerate(found):
+        limit_s, left = scope.remaining_s(), len(found) - number
+        # Also the last of several addresses gets no more: the server may start later, at an earlier address.
+        if len(found) > 1:
+            limit_s = min(_ADDRESS_S, limit_s / left)
+        plain = None
+        try:
+            plain = socket.socket(family, kind, protocol)
+            plain.settimeout(max(limit_s, 1e-3))
+            plain.connect(address)
+            return plain
+        except BaseException as error:
+            if plain is not None:
+                plain.close()
+            if left == 1 or not isinstance(error, OSError):
+                raise
+    raise AssertionError("getaddrinfo returns at least one address, or raises an error")
 
 
 def _left_ms(scope: CancelScope) -> int:
