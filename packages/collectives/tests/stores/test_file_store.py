@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import shutil
@@ -322,6 +324,25 @@ def test_a_rank_does_not_join_a_rank_0_that_gives_up_meanwhile(tmp_path: Path, m
         with pytest.raises(StoreError, match="rank 0 answered rank 1, and then gave up; look at rank 0's error"):
             file_rendezvous(tmp_path, 1, 3, timeout=60)
     assert runs(tmp_path) == []
+
+
+def test_a_lock_on_a_full_file_system_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class FullFile(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def open_on_full_disk(descriptor: int, *_: object) -> io.StringIO:
+        os.close(descriptor)
+        return FullFile()
+
+    lock = LinkLock(Folder(tmp_path / "of a job"))
+    with monkeypatch.context() as full:
+        full.setattr(os, "fdopen", open_on_full_disk)
+        with pytest.raises(OSError, match="No space left"), lock.held(1.0):
+            pass
+    assert os.listdir(tmp_path / "of a job") == []
+    with lock.held(1.0):
+        pass
 
 
 @pytest.mark.parametrize("failing", ["opens the store of the run", "says that it is here"])

@@ -169,11 +169,17 @@ class LinkLock:
 
     def _write_ticket(self, folder: int) -> str:
         ticket = f"ticket-{secrets.token_hex(8)}"
-        with os.fdopen(self._folder.open_file(folder, ticket, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
-            now = time.strftime("%Y-%m-%d %H:%M:%S")
-            mine = own_identity()
-            identity = "" if mine is None else mine.to_text()
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}\n{ticket}\n{identity}\n")
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        mine = own_identity()
+        identity = "" if mine is None else mine.to_text()
+        descriptor = self._folder.open_file(folder, ticket, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}\n{ticket}\n{identity}\n")
+        except BaseException:  # for example, the file system is full: nobody else would remove the ticket
+            with suppress(OSError):
+                os.unlink(ticket, dir_fd=folder)
+            raise
         return ticket
 
     def _take_over(self, folder: int, ticket: str) -> bool:
