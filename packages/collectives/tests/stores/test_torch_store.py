@@ -156,6 +156,15 @@ def test_adding_to_text_names_the_key() -> None:
         store.add("text", 1)
 
 
+@pytest.mark.parametrize("value", ["abc", str(2**63 - 1)])
+def test_a_wrong_add_to_a_store_of_ours_behind_torch_is_an_error_of_the_caller(value: str) -> None:
+    for torchs in (AsTorchStore(InMemoryStore()), dist.PrefixStore("of a job", AsTorchStore(InMemoryStore()))):
+        store = FromTorchStore(torchs)
+        store.set("key", value)
+        with pytest.raises(InvalidArgumentError, match="key"):
+            store.add("key", 1)
+
+
 def test_who_waits_in_a_hash_store_is_woken_by_add() -> None:
     """torch's own wait sleeps on until its deadline."""
     torchs = dist.HashStore()

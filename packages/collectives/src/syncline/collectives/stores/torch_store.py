@@ -37,7 +37,7 @@ from typing_extensions import override
 
 from .. import torch_internals
 from ..engine.cancel_scope import CancelScope
-from ..errors import InvalidArgumentError, StoreError, StoreTimeout
+from ..errors import InvalidArgumentError, StoreError, StoreTimeout, SynclineError
 from .store import LONGEST_STORE_TIMEOUT_S, Store, as_bytes, as_key, as_keys, key_timeout, poll
 from .table import as_amount
 
@@ -192,7 +192,7 @@ class FromTorchStore(Store):
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except StoreError:
+        except SynclineError:
             # torch's store uses one of our stores, which has explained the error already.
             raise
         except RuntimeError as error:
