@@ -164,7 +164,8 @@ def store_at(
     `is_one_host` says whether all ranks are known to be on this host. Only a warning depends on it.
 
     ``file:///folder``
-        Ranks meet in a folder that all of them can reach. The folder may contain files of earlier runs.
+        Ranks meet in a folder that all of them can reach. The folder may contain files of earlier runs. If two jobs start in
+        one folder at the same time, their ranks may mix.
     ``tcp://host:port``
         Rank 0 serves a store on this address of its machine. If the host is a name that leads to a loopback address there,
         rank 0 logs a warning. All ranks must have the same secret, from the file named by ``?secret_file=PATH`` or from the
