@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from syncline.collectives import CollectiveTimeout
+from syncline.collectives import CollectiveTimeout, TransportError
 from syncline.collectives.engine import host_group
 from syncline.collectives.engine.host_group import HostGroup
+from syncline.collectives.health.monitor import END_LOOKS, Escalation, Step
 from syncline.collectives.transports.threads import InProcessTransport, SharedState, create_groups
 
 
@@ -36,6 +37,28 @@ def test_the_first_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         fail_once()
     assert "all_reduce on rank 0 of 2 in group 'default' failed" in caplog.text
     assert "runs no other call" in caplog.text
+
+
+def test_a_rank_that_tells_others_of_its_failure_is_not_taken_for_one_that_hangs() -> None:
+    """To write a report or an alarm may take seconds. The library itself has raised the error here, and not the scope."""
+    steps: list[Step] = []
+
+    class Failing(HostGroup):
+        def _on_failure(self, failure: BaseException) -> None:
+            running, escalation = self.running, Escalation()
+            assert running is not None
+            running.scope.cancel(TransportError("rank 1 is lost"))  # by the monitor, which sees the loss a moment later
+            steps.extend(escalation.look(running) for _ in range(1 + END_LOOKS))
+
+    class Broken(InProcessTransport):
+        def barrier(self, call: object) -> None:
+            raise TransportError("the connection is broken")
+
+    group = Failing(Broken(SharedState(2), 0), 0, 2, timeout_s=60)
+    with pytest.raises(TransportError, match="the connection is broken"):
+        group.barrier()
+    assert set(steps) == {Step.NOTHING}
+    group.abort()
 
 
 def test_the_words_at_the_end_of_a_process_name_the_call() -> None:

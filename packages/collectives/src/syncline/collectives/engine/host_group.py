@@ -553,6 +553,7 @@ class HostGroup(EngineGroup):
 
     def _fail(self, error: BaseException, call: Call) -> NoReturn:
         """Let the group fail, and raise the call's error: see [4] in `HostGroup`."""
+        call.scope.was_noticed = True  # so that the monitor gives this thread the time to write its report and its alarm
         call.is_over(FAILED)
         if error is self._first_failure:  # from `abort`, which has already told the other ranks
             _given_up.append(error)
