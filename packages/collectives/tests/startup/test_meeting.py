@@ -167,6 +167,13 @@ def test_a_wait_that_was_cancelled_raises_the_reason() -> None:
     scope.cancel(StoreError("rank 1 is lost"))
     with pytest.raises(StoreError, match="rank 1 is lost"):
         meet(InMemoryStore(), 0, 2, scope)
+    assert scope.was_noticed  # so the monitor gives the thread time to report the error
+
+
+def test_a_rank_that_meets_others_hears_why_it_waits_in_vain() -> None:
+    scope = CancelScope(5, lambda: StoreError("rank 1 has failed"))
+    with pytest.raises(StoreError, match="rank 1 has failed"):
+        meet(InMemoryStore(), 0, 2, scope)
 
 
 def test_a_rank_that_was_told_another_size_is_named_to_all() -> None:

@@ -1,4 +1,4 @@
-"""What calls over Gloo say after a transfer has timed out."""
+"""What ends a wait over Gloo, and what calls say after it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import CollectiveTimeout, ProcessGroup, TransportError
+from syncline.collectives import CollectiveTimeout, ProcessGroup, RankLostError, TransportError
 from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.host_group import HostGroup
+from syncline.collectives.health.liveness import Liveness
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.gloo import connect
 
@@ -46,3 +47,25 @@ def test_a_rank_that_comes_too_late_does_not_say_that_its_own_time_is_over() -> 
         CollectiveTimeout, match=r"in group 'whole': rank 0 gave up after 0\.1 s, when rank\(s\) 1 had not come"
     ):
         connect(store, 1, 2, "whole", CancelScope(60))
+
+
+def connect_with_a_late_rank(scope: CancelScope) -> None:
+    """Connect as rank 0 with a rank 1 that has come to the meeting, and does not connect."""
+    connect(dist.HashStore(), 0, 2, "part", scope, ({"hostname": "127.0.0.1"},), Liveness({}, 0))
+
+
+def test_an_abort_of_the_call_ends_the_wait_for_a_late_rank() -> None:
+    reason = TransportError("the group was aborted")
+    scope = CancelScope(5)
+    scope.cancel(reason)
+    with pytest.raises(TransportError) as raised:
+        connect_with_a_late_rank(scope)
+    assert raised.value is reason  # `abort` compares
+    assert scope.was_noticed
+
+
+def test_a_loss_in_the_whole_group_ends_the_wait_for_a_late_rank() -> None:
+    scope = CancelScope(5, lambda: RankLostError("rank(s) 3 ended", [3]))
+    with pytest.raises(RankLostError, match=r"could not connect rank 0 of 2 in group 'part': rank\(s\) 3 ended"):
+        connect_with_a_late_rank(scope)
+    assert scope.was_noticed

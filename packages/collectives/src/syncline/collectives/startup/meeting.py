@@ -53,7 +53,7 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
         DisagreementError: the ranks were given different sizes, or run different versions (all ranks raise the error). Or
             `size` ranks have met in the store before this rank came (only this rank raises the error).
         StoreError: the store failed.
-        BaseException: `scope` was cancelled with this error.
+        BaseException: `scope` was cancelled with this error, or its `ask` returned this error.
     """
     mine = own_identity()
     node = None if mine is None else f"node/{mine.node}"
@@ -73,15 +73,17 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
             "port, or its folder, in use? Give this job another one"
         )
     while not _have_come(store, rank, scope):
-        if scope.is_over():
-            # Another thread has cancelled the call, for example because it saw that a rank was lost.
+        try:
+            scope.check()
+        except TimeoutError:
+            # The reason of a scope may be a `TimeoutError`, too. Only the scope's own time limit is told to the others.
             if scope.reason is not None:
-                raise scope.reason
+                raise
             absent = f"rank(s) {', '.join(map(str, _absent(store, range(size)))) or 'that came late'}"
             # Tell the ranks that wait or come later: they would wait for this rank in vain.
             told = f"{_GAVE_UP}rank {rank} gave up after {scope.timeout_s:g} s, when {absent} had not come"
             if store.compare_set(_ALL, "", told).decode() == told:
-                raise TimeoutError(f"{absent} did not come to the rendezvous")
+                raise TimeoutError(f"{absent} did not come to the rendezvous") from None
             break  # the last rank came at this moment, or another rank has told something
     said = store.get(_ALL, _SLICE_S).decode()
     if said.startswith(_GAVE_UP):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -253,6 +254,7 @@ def connect(
         LaunchError: the hosts cannot reach each other.
         RankLostError: a rank ended while the ranks connected.
         TransportError: Gloo failed.
+        BaseException: `scope` was cancelled with this error.
     """
     place = f"Gloo could not connect rank {rank} of {size} in group '{name}'"
     ours = dist.PrefixStore(name, store)
@@ -267,6 +269,9 @@ def connect(
     except (MisuseError, DisagreementError):
         raise
     except SynclineError as error:
+        # The thread that has cancelled the call, for example by `abort`, must find its own error.
+        if error is scope.reason:
+            raise
         raise error.reworded(f"{place}: {error}") from error.__cause__
     except TimeoutError as error:
         # If another rank has given up, this rank fails before its own time limit.
@@ -298,8 +303,12 @@ def _address_of(devices: Devices) -> str:
 
 
 def _connect_patiently(connect: Callable[[], Any], liveness: Liveness, scope: CancelScope, devices: Devices) -> Any:
+    def ask() -> BaseException | None:
+        # A lost rank of this group comes first, because the error then has the rank's number in this group.
+        return liveness.reason_to_give_up() or (None if scope.ask is None else scope.ask())
+
     # On a new thread: Gloo's own time limit would hold for each of its steps, and not for the whole connection.
-    patience = CancelScope(scope.remaining_s(), liveness.reason_to_give_up)
+    patience = scope.within(math.inf, ask)
     mine = ", ".join(value for device in devices for value in device.values())
     try:
         return DetachedCall(connect, "syncline-gloo-connect").wait(
