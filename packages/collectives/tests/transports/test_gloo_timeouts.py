@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -69,3 +70,20 @@ def test_a_loss_in_the_whole_group_ends_the_wait_for_a_late_rank() -> None:
     with pytest.raises(RankLostError, match=r"could not connect rank 0 of 2 in group 'part': rank\(s\) 3 ended"):
         connect_with_a_late_rank(scope)
     assert scope.was_noticed
+
+
+def test_a_collective_may_take_longer_than_the_connection() -> None:
+    """As after `set_timeout`, or with a longer `timeout` of `new_group`."""
+    store = dist.HashStore()
+
+    def body(outer: ProcessGroup) -> float:
+        transport = connect(store, outer.rank, 2, "whole", CancelScope(3))
+        group = HostGroup(transport, outer.rank, 2, name="whole", timeout_s=60)
+        tensor = torch.ones(1)
+        if outer.rank == 1:
+            time.sleep(3.5)
+        group.all_reduce(tensor)
+        group.close()
+        return tensor.item()
+
+    assert run_ranks(2, body) == [2.0, 2.0]

@@ -37,7 +37,7 @@ class TorchRequest(Request):
         if self._over:
             return
         try:
-            self._torch_work.wait(_torch_limit(scope.remaining_s()))
+            self._torch_work.wait(torch_limit(scope.remaining_s()))
         except RuntimeError as error:
             raise mapped(error) from error
         self._over = True
@@ -53,7 +53,8 @@ class TorchRequest(Request):
         return self._source
 
 
-def _torch_limit(limit_s: float) -> timedelta:
+def torch_limit(limit_s: float) -> timedelta:
+    """Return a time limit in seconds as torch takes it."""
     # torch counts whole milliseconds, and takes 0 for no limit.
     return timedelta(seconds=max(limit_s, 1e-3))
 
@@ -107,7 +108,7 @@ class TorchWork(Work):
             if timeout is None:
                 self._torch_work.wait()
             else:
-                self._torch_work.wait(_torch_limit(seconds(timeout)))
+                self._torch_work.wait(torch_limit(seconds(timeout)))
             with self._lock:
                 future = self._future
                 # Without a future, this thread does the last step.

@@ -53,7 +53,7 @@ from ..startup.rendezvous import as_torch_store, keys_of_connection, meeting_pla
 from ..startup.user_secret import is_loopback
 from ..stores import FromTorchStore, Store
 from ..torch_bridge.torch_group import TorchGroup
-from ..torch_bridge.torch_work import TorchWork
+from ..torch_bridge.torch_work import TorchWork, torch_limit
 from ..torch_internals import gloo_options
 from ..work import Work
 from .gloo_reconnector import Connect, GlooReconnector, Job, admit_lack, store_lack
@@ -89,6 +89,7 @@ class GlooTransport(LibraryTransport):
         self.liveness = liveness
         self._store = store
         self.devices = devices
+        self._gloo_timeout_s: float | None = None  # Gloo's time limit for a collective; None: that of the connection
         self._subsets: Counter[str] = Counter()  # by name and members: how many subsets were made
         _open.add(self)
 
@@ -102,37 +103,37 @@ class GlooTransport(LibraryTransport):
         For these dtypes, Gloo's all-reduce would send 4 bytes for each element, and the two other collectives send 2 bytes.
         """
         if tensor.dtype not in HALVES or self._group.size == 1 or tensor.nbytes < _SCATTER_HALVES_FROM_BYTES:
-            _wait(self._group.all_reduce(tensor, op, async_op=True), call.scope)
+            _wait(self._within(call).all_reduce(tensor, op, async_op=True), call.scope)
             return
         padded = torch.nn.functional.pad(tensor, (0, -tensor.numel() % self._group.size))
         part = torch.empty_like(padded.view(self._group.size, -1)[0])
-        _wait(self._group.reduce_scatter_tensor(part, padded, op, async_op=True), call.scope)
-        _wait(self._group.all_gather_into_tensor(padded, part, async_op=True), call.scope)
+        _wait(self._within(call).reduce_scatter_tensor(part, padded, op, async_op=True), call.scope)
+        _wait(self._within(call).all_gather_into_tensor(padded, part, async_op=True), call.scope)
         tensor.copy_(padded[: tensor.numel()])
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Call) -> None:
         """All-reduce a copy of the tensor. Only the root keeps the result."""
-        _wait(self._group.reduce(tensor, root, op, async_op=True), call.scope)
+        _wait(self._within(call).reduce(tensor, root, op, async_op=True), call.scope)
 
     def broadcast(self, tensor: torch.Tensor, root: int, call: Call) -> None:
         """Call Gloo's broadcast, with the tensor as bytes."""
-        _wait(self._group.broadcast(tensor, root, async_op=True), call.scope)
+        _wait(self._within(call).broadcast(tensor, root, async_op=True), call.scope)
 
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Call) -> None:
         """Call Gloo's all-gather, with the tensors as bytes."""
-        _wait(self._group.all_gather_into_tensor(block, tensor, async_op=True), call.scope)
+        _wait(self._within(call).all_gather_into_tensor(block, tensor, async_op=True), call.scope)
 
     def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
         """Call Gloo's gather, with the tensors as bytes."""
-        _wait(self._group.gather(tensor, self._parts(block, tensor), root, async_op=True), call.scope)
+        _wait(self._within(call).gather(tensor, self._parts(block, tensor), root, async_op=True), call.scope)
 
     def scatter(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
         """Call Gloo's scatter, with the tensors as bytes."""
-        _wait(self._group.scatter(tensor, self._parts(block, tensor), root, async_op=True), call.scope)
+        _wait(self._within(call).scatter(tensor, self._parts(block, tensor), root, async_op=True), call.scope)
 
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
         """Exchange the parts in an all-to-all, with the tensors as bytes. Then each rank reduces its part in rank order."""
-        _wait(self._group.reduce_scatter_tensor(tensor, block, op, async_op=True), call.scope)
+        _wait(self._within(call).reduce_scatter_tensor(tensor, block, op, async_op=True), call.scope)
 
     def all_to_all(
         self,
@@ -143,11 +144,11 @@ class GlooTransport(LibraryTransport):
         call: Call,
     ) -> None:
         """Call Gloo's all-to-all, with the tensors as bytes."""
-        _wait(self._group.all_to_all_single(output, tensor, output_counts, input_counts, async_op=True), call.scope)
+        _wait(self._within(call).all_to_all_single(output, tensor, output_counts, input_counts, async_op=True), call.scope)
 
     @override
     def barrier(self, call: Call) -> None:
-        _wait(self._group.barrier(async_op=True), call.scope)
+        _wait(self._within(call).barrier(async_op=True), call.scope)
 
     @override
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
@@ -173,10 +174,18 @@ class GlooTransport(LibraryTransport):
         store = dist.PrefixStore(f"{group}/{self._subsets[group]}", self._store)
         return connect(store, rank, len(members), name, scope, self.devices)
 
-    def outlive(self, store: dist.Store, timeout_s: float) -> None:
-        """Replace the store in which subsets meet, and the time limit of collectives, after the ranks have connected."""
+    def outlive(self, store: dist.Store) -> None:
+        """Replace the store in which subsets meet, after the ranks have connected."""
         self._store = store
-        self._group.torch_group._set_default_timeout(timedelta(seconds=timeout_s))
+
+    def _within(self, call: Call) -> TorchGroup:
+        """Return the torch group, in which a collective of Gloo may now take as long as the call."""
+        # The call's time limit may be longer than the limit of the connection, for example after `set_timeout`. A limit that no
+        # call reaches would not do: after a failure, Gloo's thread would never let go of the tensors.
+        if call.scope.timeout_s != self._gloo_timeout_s:
+            self._group.torch_group._set_default_timeout(torch_limit(call.scope.timeout_s))
+            self._gloo_timeout_s = call.scope.timeout_s
+        return self._group
 
     @property
     def _group(self) -> TorchGroup:
@@ -438,7 +447,7 @@ def _connect_again(request: ConnectRequest, store: dist.Store, devices: Devices)
     def connect_again(generation: Generation, known: Liveness, met_in: dist.Store, timeout_s: float) -> GlooTransport:
         size, scope = len(generation.members), CancelScope(timeout_s)
         again = connect(met_in, generation.rank, size, request.group_name, scope, devices, known)
-        again.outlive(dist.PrefixStore(f"{generation.prefix}/subsets", store), request.timeout_s)
+        again.outlive(dist.PrefixStore(f"{generation.prefix}/subsets", store))
         return again
 
     return connect_again
