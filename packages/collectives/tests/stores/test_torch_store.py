@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -12,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import InvalidArgumentError, StoreError, StoreTimeout
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.stores import AsTorchStore, FromTorchStore, InMemoryStore, TCPStore, TCPStoreServer, new_secret
+from syncline.collectives.stores.torch_store import waits_end_with
 
 
 def test_it_outlives_its_last_python_reference() -> None:
@@ -54,6 +57,37 @@ def test_torchs_own_limit_is_honoured_wherever_it_was_set() -> None:
     with pytest.raises(dist.DistStoreError, match=r"within 0\.02 s"):
         part.wait(["never"], timedelta(milliseconds=20))
     assert ours.timeout == timedelta(seconds=3600)
+
+
+@pytest.mark.parametrize("call", [lambda store: store.get("never"), lambda store: store.wait(["never"])])
+def test_a_wait_of_c_code_ends_when_the_scope_of_its_thread_is_cancelled(call: Callable[[dist.Store], object]) -> None:
+    waits, scope = threading.Event(), CancelScope(60)
+
+    class Watched(InMemoryStore):
+        def check(self, keys: Sequence[str]) -> bool:
+            waits.set()
+            return super().check(keys)
+
+    def wait() -> object:
+        with waits_end_with(scope):
+            return call(dist.PrefixStore("part", AsTorchStore(Watched())))
+
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(wait)
+        assert waits.wait(30)
+        scope.cancel(StoreError("rank 1 is lost"))
+        with pytest.raises(StoreError, match="nobody waits for 'part/never' any more"):
+            waiting.result(30)
+
+
+def test_inside_a_scope_a_wait_gets_what_comes_and_has_its_own_limit() -> None:
+    ours = InMemoryStore()
+    part = dist.PrefixStore("part", AsTorchStore(ours))
+    with waits_end_with(CancelScope(60)), ThreadPoolExecutor(1) as threads:
+        with pytest.raises(dist.DistStoreError, match=r"'part/late' within 0\.02 s"):
+            part.wait(["late"], timedelta(milliseconds=20))
+        threads.submit(ours.set, "part/late", "1")
+        assert part.get("late") == b"1"
 
 
 def test_what_one_handle_of_a_tcp_store_has_set_is_seen_by_the_next_call_of_another() -> None:

@@ -14,9 +14,15 @@ from pathlib import Path
 import torch
 
 from syncline import collectives as sc
+from syncline.collectives.transports import gloo
 
 LOST = 1
 TIMEOUT_S = 20.0
+
+
+def die(*_: object) -> None:
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(rank: int, size: int, folder: Path) -> None:
@@ -27,10 +33,13 @@ def main(rank: int, size: int, folder: Path) -> None:
         group = sc.get_default_group()
         group.barrier()
         began = time.monotonic()
-        if rank == LOST:
-            time.sleep(0.3)
-            os.kill(os.getpid(), signal.SIGKILL)
-        if case == "recv":
+        if rank == LOST and case == "split":
+            gloo._connect_patiently = die  # after this rank has met the others in the store
+        elif rank == LOST:
+            die()
+        if case == "split":
+            group.split(0)
+        elif case == "recv":
             sc.recv(torch.zeros(4), src=LOST)
         else:
             sc.all_reduce(torch.ones(4))
@@ -41,7 +50,8 @@ def main(rank: int, size: int, folder: Path) -> None:
     others = [folder / f"seen-{other}" for other in range(size) if other != LOST]
     while not all(other.exists() for other in others):  # a survivor that ends before is lost, too
         time.sleep(0.05)
-    os._exit(0)
+    if case != "split":
+        os._exit(0)
 
 
 main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -11,7 +11,7 @@ from syncline.collectives.testing.processes import run_processes
 JOB = Path(__file__).parent / "lost_rank_job.py"
 
 
-@pytest.mark.parametrize("case", ["all_reduce", "recv"])
+@pytest.mark.parametrize("case", ["all_reduce", "recv", "split"])
 def test_survivors_of_a_kill_are_told_who_is_lost(tmp_path: Path, case: str) -> None:
     (tmp_path / "case").write_text(case)
     run_processes(JOB, 3, tmp_path, killed=frozenset({1}))

@@ -28,6 +28,7 @@ request after a `set`, and waits for its answer.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -36,7 +37,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from .. import torch_internals
-from ..engine.cancel_scope import CancelScope
+from ..engine.cancel_scope import CancelScope, seconds
 from ..errors import InvalidArgumentError, StoreError, StoreTimeout, SynclineError
 from .store import LONGEST_STORE_TIMEOUT_S, Store, as_bytes, as_key, as_keys, key_timeout, poll
 from .table import as_amount
@@ -74,8 +75,10 @@ class AsTorchStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         """Wait until `key` exists, and return its value."""
+        limit = _limit(_torch_timeout(self))
         with _as_torchs_timeout():
-            return self._store.get(key, _limit(_torch_timeout(self)))
+            self._watch([key], limit)
+            return self._store.get(key, limit)
 
     def add(self, key: str, value: int) -> int:
         """Add `value` to the number stored under `key`, and return the sum."""
@@ -87,8 +90,10 @@ class AsTorchStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Return once all keys exist."""
+        limit = _limit(_torch_timeout(self) if timeout is None else timeout)
         with _as_torchs_timeout():
-            self._store.wait(keys, _limit(_torch_timeout(self) if timeout is None else timeout))
+            self._watch(keys, limit)
+            self._store.wait(keys, limit)
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
         """As `Store.compare_set`."""
@@ -105,6 +110,22 @@ class AsTorchStore(dist.Store):
     def clone(self) -> AsTorchStore:
         """Make another object on the same store. Any thread may use the new object."""
         return AsTorchStore(self._store)
+
+    def _watch(self, keys: Sequence[str], limit: timedelta | float) -> None:
+        """Inside `waits_end_with`, wait for the keys. Elsewhere, do nothing."""
+        scope: CancelScope | None = getattr(_here, "scope", None)
+        if scope is None:
+            return
+
+        def is_over() -> bool:
+            # Only `cancel` counts. At the time limit, the thread that waits for this one raises the better error.
+            if scope.reason is not None:
+                raise StoreError(f"{self._store.describe()}: nobody waits for {', '.join(map(repr, keys))} any more")
+            return self._store.check(keys)
+
+        limit_s = seconds(limit)
+        if not poll(is_over, CancelScope(limit_s)):
+            raise key_timeout(keys, self._store.describe(), limit_s)
 
     deleteKey = delete_key  # noqa: N815 - the name that C++ looks for
     getNumKeys = num_keys  # noqa: N815 - the name that C++ looks for
@@ -203,6 +224,23 @@ class FromTorchStore(Store):
 
     def _failed(self, error: BaseException) -> StoreError:
         return StoreError(f"{self.describe()} failed: {error}")
+
+
+_here = threading.local()
+
+
+@contextmanager
+def waits_end_with(scope: CancelScope) -> Iterator[None]:
+    """In this context, a wait of this thread in an `AsTorchStore` raises a `StoreError` once `scope` is cancelled.
+
+    C++ code such as Gloo, which waits in the store, knows only its own time limit. A thread must not wait on while the
+    interpreter ends, because it could not go back through the C++ code: the process would abort.
+    """
+    _here.scope = scope
+    try:
+        yield
+    finally:
+        del _here.scope
 
 
 @contextmanager

@@ -52,6 +52,7 @@ from ..startup.meeting import Met, address_by_store, meet
 from ..startup.rendezvous import as_torch_store, keys_of_connection, meeting_place, store_of_running_job
 from ..startup.user_secret import is_loopback
 from ..stores import FromTorchStore, Store
+from ..stores.torch_store import waits_end_with
 from ..torch_bridge.torch_group import TorchGroup
 from ..torch_bridge.torch_work import TorchWork, torch_limit
 from ..torch_internals import gloo_options
@@ -320,7 +321,7 @@ def _connect_patiently(connect: Callable[[], Any], liveness: Liveness, scope: Ca
     patience = scope.within(math.inf, ask)
     mine = ", ".join(value for device in devices for value in device.values())
     try:
-        return DetachedCall(connect, "syncline-gloo-connect").wait(
+        return DetachedCall(connect, "syncline-gloo-connect", lambda: waits_end_with(patience)).wait(
             patience,
             _FIRST_LOOK_S,
             f"it takes too long, though all ranks have come; this rank is to be reached at {mine}. Choose the interface "
@@ -332,6 +333,9 @@ def _connect_patiently(connect: Callable[[], Any], liveness: Liveness, scope: Ca
     except RuntimeError as error:
         # Gloo only reports a broken connection. If a lost process is the cause, raise an error that names its rank.
         raise (liveness.loss_behind(error) or TransportError(str(error))) from error
+    finally:
+        # After a failure, the thread must not wait in a store for a rank that never comes.
+        patience.cancel(TransportError("the connection was made or given up"))
 
 
 def _connected(store: dist.Store, rank: int, size: int, timeout_s: float, devices: Devices) -> Any:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 from typing_extensions import override
 
-from ..engine.cancel_scope import CancelScope
 from ..engine.transport import Transport
-from ..errors import DisagreementError, StoreError
+from ..errors import DisagreementError
 from ..health.liveness import Liveness, ProcessIdentity, ProcessState, has_ended, own_identity
 from ..membership.reconnector import WAITING, Generation
 from ..membership.store_reconnector import JoinQueue, StoreReconnector
 from ..startup.backend import ConnectRequest
-from ..stores import AsTorchStore, FromTorchStore, PrefixStore, Store
-from ..stores.store import as_keys, key_timeout, poll
+from ..stores import AsTorchStore, FromTorchStore, PrefixStore
 
 Connect = Callable[[Generation, Liveness, dist.Store, float], Transport]
 
@@ -149,37 +146,7 @@ class GlooReconnector(StoreReconnector):
 
     @override
     def connect(self, generation: Generation, timeout_s: float) -> Transport:
-        watched = AsTorchStore(_WatchedStore(self._keys(generation), lambda: self._ended(generation), timeout_s))
-        transport = self._connect(generation, self._liveness(generation), watched, timeout_s)
-        watched.release()  # only on success: after a failure, a thread of Gloo may still use the store
+        store = AsTorchStore(PrefixStore("gloo", self._keys(generation), timeout_s))
+        transport = self._connect(generation, self._liveness(generation), store, timeout_s)
+        store.release()  # only on success: after a failure, a thread of Gloo may still use the store
         return transport
-
-    def _ended(self, generation: Generation) -> list[int]:
-        return [member for member in generation.members if self.has_ended(member)]
-
-
-class _WatchedStore(PrefixStore):
-    """A store in which a wait for a key raises `StoreError` if a member of the generation has ended."""
-
-    def __init__(self, store: Store, ended: Callable[[], Sequence[int]], timeout_s: float) -> None:
-        super().__init__("gloo", store, timeout_s)
-        self._ended = ended
-
-    @override
-    def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
-        self.wait([key], timeout)
-        return super().get(key, timeout)
-
-    @override
-    def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
-        timeout_s, names = self._limit_s(timeout), as_keys(keys)
-
-        def is_over() -> bool:
-            # If the keys are there, it no longer matters who has ended.
-            ended = [] if self.check(names) else self._ended()
-            if ended:
-                raise StoreError(f"{self.describe()}: member(s) {json.dumps(list(ended))} ended before all had connected")
-            return self.check(names)
-
-        if not poll(is_over, CancelScope(timeout_s)):
-            raise key_timeout(names, self.describe(), timeout_s)
