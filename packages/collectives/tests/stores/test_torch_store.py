@@ -64,9 +64,13 @@ def test_a_wait_of_c_code_ends_when_the_scope_of_its_thread_is_cancelled(call: C
     waits, scope = threading.Event(), CancelScope(60)
 
     class Watched(InMemoryStore):
-        def check(self, keys: Sequence[str]) -> bool:
+        def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
             waits.set()
-            return super().check(keys)
+            return super().get(key, timeout)
+
+        def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
+            waits.set()
+            super().wait(keys, timeout)
 
     def wait() -> object:
         with waits_end_with(scope):

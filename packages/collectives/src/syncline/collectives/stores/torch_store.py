@@ -29,9 +29,10 @@ request after a `set`, and waits for its answer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 from typing_extensions import override
@@ -41,6 +42,10 @@ from ..engine.cancel_scope import CancelScope, seconds
 from ..errors import InvalidArgumentError, StoreError, StoreTimeout, SynclineError
 from .store import LONGEST_STORE_TIMEOUT_S, Store, as_bytes, as_key, as_keys, key_timeout, poll
 from .table import as_amount
+
+T = TypeVar("T")
+
+_SLICE_S = 0.25  # inside `waits_end_with`, a wait looks this often whether it may end
 
 
 class TorchStoreTimeout(StoreTimeout, dist.DistStoreError):
@@ -77,8 +82,7 @@ class AsTorchStore(dist.Store):
         """Wait until `key` exists, and return its value."""
         limit = _limit(_torch_timeout(self))
         with _as_torchs_timeout():
-            self._watch([key], limit)
-            return self._store.get(key, limit)
+            return self._while_wanted(lambda limit: self._store.get(key, limit), [key], limit)
 
     def add(self, key: str, value: int) -> int:
         """Add `value` to the number stored under `key`, and return the sum."""
@@ -92,8 +96,7 @@ class AsTorchStore(dist.Store):
         """Return once all keys exist."""
         limit = _limit(_torch_timeout(self) if timeout is None else timeout)
         with _as_torchs_timeout():
-            self._watch(keys, limit)
-            self._store.wait(keys, limit)
+            self._while_wanted(lambda limit: self._store.wait(keys, limit), keys, limit)
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
         """As `Store.compare_set`."""
@@ -111,21 +114,21 @@ class AsTorchStore(dist.Store):
         """Make another object on the same store. Any thread may use the new object."""
         return AsTorchStore(self._store)
 
-    def _watch(self, keys: Sequence[str], limit: timedelta | float) -> None:
-        """Inside `waits_end_with`, wait for the keys. Elsewhere, do nothing."""
+    def _while_wanted(self, wait: Callable[[timedelta | float], T], keys: Sequence[str], limit: timedelta | float) -> T:
+        """Call `wait`, which waits for the keys; inside `waits_end_with`, until the scope is cancelled."""
         scope: CancelScope | None = getattr(_here, "scope", None)
         if scope is None:
-            return
-
-        def is_over() -> bool:
+            return wait(limit)
+        whole = CancelScope(seconds(limit))
+        while True:
             # Only `cancel` counts. At the time limit, the thread that waits for this one raises the better error.
             if scope.reason is not None:
                 raise StoreError(f"{self._store.describe()}: nobody waits for {', '.join(map(repr, keys))} any more")
-            return self._store.check(keys)
-
-        limit_s = seconds(limit)
-        if not poll(is_over, CancelScope(limit_s)):
-            raise key_timeout(keys, self._store.describe(), limit_s)
+            try:
+                return wait(max(min(whole.remaining_s(), _SLICE_S), 1e-3))
+            except StoreTimeout:
+                if whole.is_over():
+                    raise key_timeout(keys, self._store.describe(), whole.timeout_s) from None
 
     deleteKey = delete_key  # noqa: N815 - the name that C++ looks for
     getNumKeys = num_keys  # noqa: N815 - the name that C++ looks for
