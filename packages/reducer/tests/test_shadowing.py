@@ -139,6 +139,40 @@ def test_views_keep_their_values() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_gradients_of_an_unsynchronised_backward_still_wait_after_it(options: Any) -> None:
+    """Rank 0's gradient of p1 is averaged in its own next backward, and a new reducer counts it as well."""
+
+    def body(group: ProcessGroup, is_replaced: bool) -> float:
+        parameters = make_parameters()
+        everything = {0, 1, 2, 3}
+        reducer = Reducer(parameters, group, **options)
+        step_with_gradients(reducer, parameters, group.rank, 0, everything)
+        for _, parameter in parameters:
+            parameter.grad = None
+        if group.rank == 0:
+            reducer.prepare_for_backward(synchronizes=False)
+            (parameters[1][1] * OWN).sum().backward()
+            reducer.shadow_backward()
+        else:
+            step_with_gradients(reducer, parameters, group.rank, 1, everything)
+            parameters[1][1].grad = None
+        assert reducer.unreduced() == ({"p1"} if group.rank == 0 else set())
+        if is_replaced:
+            unreduced = reducer.unreduced()
+            reducer.close()
+            reducer = Reducer(parameters, group, **options, unreduced=unreduced)
+        used = {0} if options == {"find_unused_parameters": True} else everything
+        step_with_gradients(reducer, parameters, 0, 2, used)
+        assert not reducer.has_local_gradients
+        gradient = parameters[1][1].grad
+        assert gradient is not None
+        return (gradient - (coefficient(0, 1, 2) if 1 in used else 0.0))[0].item()
+
+    for is_replaced in (False, True):
+        assert run_ranks(2, body, is_replaced) == [OWN / 2] * 2
+
+
 def test_it_does_what_the_last_forward_announced() -> None:
     """A forward without a backward, then none: the next backward that is not synchronised is so on every rank."""
 

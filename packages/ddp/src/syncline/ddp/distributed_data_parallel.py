@@ -445,8 +445,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def has_local_gradients(self) -> bool:
         """Whether gradients of this rank wait for averaging, such as after a backward in `no_sync`.
 
-        A backward without averaging sets the value to True, and the next backward with averaging sets it to False. `zero_grad`
-        does not change the value. Hooks may read the value during a backward.
+        A backward without averaging sets the value to True, and this rank's next backward with averaging sets it to False.
+        `zero_grad` does not change the value, nor do other ranks' backwards in `join()` while this rank has no inputs. Hooks
+        may read the value during a backward.
         """
         return self._reducer.has_local_gradients
 

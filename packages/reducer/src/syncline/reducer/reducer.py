@@ -482,8 +482,8 @@ class Reducer(Inherited):
     def unreduced(self) -> set[str]:
         """Return the names of the parameters whose gradients are not averaged yet, for example after a backward in `no_sync`.
 
-        These parameters got gradients after the latest backward with averaging. During a backward with averaging, the result
-        leaves out the parameters that only got gradients in this backward.
+        These parameters got gradients after this rank's latest backward with averaging. `shadow_backward` does not average
+        them. During a backward with averaging, the result leaves out the parameters that only got gradients in this backward.
         """
         self._count_unsynchronized()
         return set(self._unreduced)
@@ -612,6 +612,7 @@ class Reducer(Inherited):
         self._sync_policy.reduced()
         self.reductions += 1
         self._extra_futures = []
+        self._unreduced.clear()
         self._reset()
 
     def check_finalized(self) -> None:
@@ -803,6 +804,7 @@ class Reducer(Inherited):
         self._extra_futures = []
         self._sync_policy.reduced()
         self.reductions += 1
+        self._unreduced.clear()
         self._reset()
         if self._on_iteration is not None:
             self._on_iteration(self.statistics)
@@ -812,7 +814,6 @@ class Reducer(Inherited):
         self._users_hooks.reset()
         self._readiness.reset()
         self._usage.reset()
-        self._unreduced.clear()
         self._running = None
 
     # ---- buckets ----
