@@ -152,7 +152,7 @@ def test_gradients_of_an_unsynchronised_backward_still_wait_after_it(options: An
             parameter.grad = None
         if group.rank == 0:
             reducer.prepare_for_backward(synchronizes=False)
-            (parameters[1][1] * OWN).sum().backward()
+            (parameters[1][1] * OWN).sum().backward()  # type: ignore[no-untyped-call]
             reducer.shadow_backward()
         else:
             step_with_gradients(reducer, parameters, group.rank, 1, everything)
@@ -311,6 +311,36 @@ def test_a_delayed_gradient_may_wait_for_the_end_of_backward() -> None:
                 assert torch.equal(parameter.grad, expected)  # type: ignore[arg-type]
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("is_last_checkpointed", [False, True])
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
+def test_delayed_gradients_may_come_in_re_entrant_checkpoints(
+    world_size: int, is_last_checkpointed: bool, options: Any
+) -> None:
+    """The gradients of p0, p1 and p3 come in this order, each in a backward of its own. The first two wait for p3."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = [(f"p{index}", torch.nn.Parameter(torch.ones(2))) for index in range(4)]
+        values = [parameter for _, parameter in parameters]
+        reducer = Reducer(parameters, group, delayed=["p0", "p1"], delayed_until="p3", **options)
+
+        def block(index: int, hidden: torch.Tensor) -> torch.Tensor:
+            return checkpoint(lambda one: one * values[index], hidden, use_reentrant=True)  # type: ignore[no-any-return]
+
+        for _ in range(3):
+            for value in values:
+                value.grad = None
+            reducer.prepare_for_backward()
+            hidden = torch.full((2,), group.rank + 1.0, requires_grad=True)
+            hidden = block(3, hidden) if is_last_checkpointed else hidden * values[3]
+            (block(0, block(1, hidden)) * values[2]).sum().backward()  # type: ignore[no-untyped-call]
+            for value in values:
+                assert value.grad is not None
+                assert value.grad.tolist() == [(world_size + 1) / 2] * 2
+
+    run_ranks(world_size, body)
 
 
 def test_what_is_delayed_waits_for_the_last_of_several_gradients() -> None:

@@ -109,7 +109,13 @@ def test_all_nodes_of_parameters_on_an_accelerator_are_held() -> None:
     def body(group: ProcessGroup) -> None:
         parameters = [torch.nn.Parameter(torch.ones(2, device="meta")) for _ in range(COUNT)]
         hooks = GradientHooks(
-            parameters, group, reads_in_place=False, wake=Deaf().wake, node_done=Deaf().node_done, retire=Deaf().retire
+            parameters,
+            group,
+            delayed=(),
+            reads_in_place=False,
+            wake=Deaf().wake,
+            node_done=Deaf().node_done,
+            retire=Deaf().retire,
         )
         for members in ([[4, 3], [2, 1, 0]], [[0, 1, 2], [3, 4]]):  # as built first, and as rebuilt
             hooks.register(PendingGradients(members))

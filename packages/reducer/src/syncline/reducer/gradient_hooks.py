@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,14 @@ class GradientHooks:
     to come last. If another parameter comes last, the bucket waits for the next gradient that wakes the reducer, or for the end
     of backward. From the next backward on, the node of this parameter also has a hook.
 
+    The node of every delayed parameter has a hook from the start. Each gradient of a delayed parameter must be taken before the
+    gradient for which the parameter waits. In re-entrant checkpoints, these gradients come in different inner backwards. So the
+    end of the backward may be the next time that the bucket of the delayed parameter is looked at, which is too late.
+
     Args:
         parameters: the reducer's parameters.
         group: the group whose ranks average their gradients.
+        delayed: the indices of the delayed parameters.
         reads_in_place: whether this reducer averages gradients in their own memory.
         wake: called on the thread of backward when the reducer must look at a bucket (see `PendingBucket.wake_at`).
         node_done: called when all hooks on a parameter have run, with the arguments of `hook_node`.
@@ -45,6 +50,7 @@ class GradientHooks:
         parameters: Sequence[torch.nn.Parameter],
         group: ProcessGroup,
         *,
+        delayed: Collection[int],
         reads_in_place: bool,
         wake: Callable[[PendingBucket], None],
         node_done: Callable[[int, PendingBucket], None],
@@ -52,6 +58,7 @@ class GradientHooks:
     ) -> None:
         self._parameters = parameters
         self._group = group
+        self._delayed = frozenset(delayed)
         self._wake = weakref.WeakMethod(wake)
         self._node_done = weakref.WeakMethod(node_done)
         self._retire = weakref.WeakMethod(retire)
@@ -83,7 +90,8 @@ class GradientHooks:
         for bucket in pending:
             for index in bucket.members:
                 self._hook_parameter(index, bucket)
-            self.hook_node(bucket.members[-1], bucket)
+                if index == bucket.members[-1] or index in self._delayed:
+                    self.hook_node(index, bucket)
 
     def hook_node(self, index: int, bucket: PendingBucket) -> None:
         """From the next backward on, call `node_done(index, bucket)` when all hooks on this parameter have run."""

@@ -216,6 +216,7 @@ class Reducer(Inherited):
         self._hooks = GradientHooks(
             self._parameters,
             self._group,
+            delayed=self._delayed,
             reads_in_place=self._as_view,
             wake=self._on_wake,
             node_done=self._on_node_done,
