@@ -513,6 +513,95 @@ def test_a_non_reentrant_checkpoint_changes_nothing() -> None:
         torch.testing.assert_close(final, whole, rtol=1e-10, atol=1e-13)
 
 
+class Heads(torch.nn.Module):
+    """One head for each part of the loss. With several parts, the layer before the heads is used several times."""
+
+    def __init__(self, shares_layer: bool) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(5, 4) for _ in range(1 if shares_layer else 2)])
+        self.heads = torch.nn.ModuleList([torch.nn.Linear(4, 3) for _ in range(2)])
+
+    def forward(self, inputs: torch.Tensor, number: int) -> torch.Tensor:
+        return self.heads[number](torch.tanh(self.layers[number % len(self.layers)](inputs)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("use_reentrant", "options"),
+    [
+        (False, {}),
+        (False, {"find_unused_parameters": True}),
+        (False, {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}),
+        (False, {"static_graph": True}),
+        (True, {"static_graph": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shares_layer", [False, True])
+def test_a_loss_may_use_a_checkpointed_wrapper_twice(use_reentrant: bool, options: Any, shares_layer: bool) -> None:
+    """The second checkpoint runs the wrapper's forward again within the backward that is averaging already."""
+    inputs, targets = make_data(4, 2 * SHARE)
+    torch.manual_seed(5)
+    initial = Heads(shares_layer).double()
+
+    def body(group: ProcessGroup | None) -> list[torch.Tensor]:
+        model: torch.nn.Module = copy.deepcopy(initial)
+        mine = slice(None) if group is None else rows_of(group.rank)
+        if group is not None:
+            model = DistributedDataParallel(model, process_group=group, bucket_cap_mb=SMALL_CAP_MB, **options)
+
+        def both(rows: torch.Tensor) -> torch.Tensor:
+            rows = rows.clone().requires_grad_()
+            first, second = (checkpoint(model, rows, number, use_reentrant=use_reentrant) for number in range(2))
+            return first + 2 * second  # type: ignore[no-any-return]
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(both, inputs[step, mine], targets[step, mine]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        if isinstance(model, DistributedDataParallel):
+            assert model._reducer.reductions == 4
+            with model.no_sync():
+                loss_of(both, inputs[0, mine], targets[0, mine]).backward()  # type: ignore[no-untyped-call]
+            assert model._reducer.reductions == 4
+        return state(model)
+
+    whole = body(None)
+    for final in run_ranks(2, body):
+        torch.testing.assert_close(final, whole, rtol=1e-10, atol=1e-13)
+
+
+def test_a_checkpointed_wrapper_may_run_again_after_the_first_gradient() -> None:
+    """The script uses one layer outside of the wrapper's forward, so this layer gets the first gradient."""
+
+    class Inner(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.outside = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.inside(inputs))
+
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(Inner(), process_group=group)
+        rows = torch.full((1, 2), group.rank + 1.0)
+        for step in range(3):
+            with model.no_sync():  # this forward is the latest when the next forward is announced
+                model(rows).sum().backward()
+            model.zero_grad()
+            model.module.outside(checkpoint(model, rows, use_reentrant=False)).sum().backward()  # type: ignore[operator]
+            assert model._reducer.reductions == step + 1
+            # The gradient of `outside` is averaged, and also the gradients after the second run of the forward.
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                total = parameter.grad.clone()
+                group.all_reduce(total)
+                torch.testing.assert_close(parameter.grad, total / 2)
+            assert model._reducer._sync_policy.mark == f"backward 2 since forward {step + 1}"
+
+    run_ranks(2, body)
+
+
 def test_a_module_may_be_wrapped_anew() -> None:
     """The first wrapper leaves nothing behind that would average once more."""
 

@@ -115,6 +115,30 @@ def test_without_graph_task_ids_a_bucket_with_another_last_gradient_waits_for_th
     run_ranks(2, body)
 
 
+@ranks
+def test_without_graph_task_ids_a_forward_within_a_backward_with_averaging_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(group: ProcessGroup) -> None:
+        one, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+        reducer = Reducer([("one", one), ("other", other)], group)
+        for is_known in (True, False):
+            if not is_known:
+                monkeypatch.setattr(torch_internals, "_current_graph_task_id", module._current_graph_task_id)
+            reducer.prepare_for_backward()
+            middle = one * 1.0
+            middle.register_hook(lambda _: reducer.prepare_for_backward())  # type: ignore[no-untyped-call]
+            total = middle.sum() + other.sum()  # the gradient of `other` comes first
+            if is_known:
+                total.backward()  # type: ignore[no-untyped-call]
+            else:
+                with pytest.raises(MisuseError, match=r"prepare_for_backward on rank 0 of 1.*never ended"):
+                    total.backward()  # type: ignore[no-untyped-call]
+
+    with monkeypatch.context() as without:
+        without.delattr(torch._C, "_current_graph_task_id")
+        module = probed_again()
+    run_ranks(1, body)
+
+
 def test_without_foreseen_nodes_unused_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C, "_will_engine_execute_node")
     module = probed_again()

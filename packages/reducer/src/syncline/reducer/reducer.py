@@ -35,7 +35,13 @@ from .sparse_bucket import AnyBucket
 from .static_usage import StaticUsage
 from .statistics import IterationStatistics
 from .sync_policy import GradSyncPolicy
-from .torch_internals import call_at_backward_end, call_at_outer_end, current_backward, in_compiled_autograd
+from .torch_internals import (
+    call_at_backward_end,
+    call_at_outer_end,
+    current_backward,
+    in_compiled_autograd,
+    runs_backward,
+)
 from .usage import CompleteUsage, UnexpectedGradientError, UsageModel
 from .users_hooks import UsersHooks, is_worth_a_look
 
@@ -385,6 +391,8 @@ class Reducer(Inherited):
     def prepare_for_backward(self, *, synchronizes: bool = True) -> None:
         """Prepare the reducer for a backward. Call this method before each forward.
 
+        Within a backward that already averages gradients, the method does nothing, because a checkpoint runs forwards again.
+
         The first call with `synchronizes=True` builds the buckets. When a backward has shown the order in which gradients
         arrive, the next call with `synchronizes=True` builds the buckets again, in this order (but not with
         `find_unused_parameters`). A call that builds buckets is a collective.
@@ -400,6 +408,9 @@ class Reducer(Inherited):
         """
         # A fork, such as a data loader's worker, may run the model. The fork has no hooks, so there is nothing to prepare.
         if self.is_in_fork and not synchronizes:
+            return
+        # A checkpoint runs the forward again, within the backward that this forward was prepared for.
+        if self._is_within_backward:
             return
         self._check_idle("prepare_for_backward")
         self._take_over()
@@ -513,6 +524,9 @@ class Reducer(Inherited):
 
     def cancel_forward(self) -> None:
         """Undo the latest `prepare_for_backward`, because the forward failed and no backward will follow."""
+        # A checkpoint also stops a forward by an error, when the forward has recomputed enough.
+        if self._is_within_backward:
+            return
         self._count_unsynchronized()
         self._sync_policy.cancel_forward()
 
@@ -866,6 +880,11 @@ class Reducer(Inherited):
         return DelayedUsage(usage, self._delayed, self._delayed_until) if self._delayed else usage
 
     # ---- checks ----
+
+    @property
+    def _is_within_backward(self) -> bool:
+        """Whether this code runs within the backward that is being reduced, such as in a checkpoint."""
+        return self._running is not None and self._backward_end() is not None and runs_backward()
 
     def _check_idle(self, what: str) -> None:
         if self.is_in_fork:

@@ -7,7 +7,8 @@ private to torch                        without it
 ``BackwardCFunction.apply.__code__``    importing the package is an error (it shows whether a backward runs inside another)
 ``_foreach_copy_``, ``_foreach_zero_``  importing the package is an error (they copy or zero many gradients in one call)
 ``torch._C.Future``                     importing the package is an error (``Future.then()`` returns such an object)
-``_current_graph_task_id``              a bucket that an unexpected gradient completes waits for the end of backward
+``_current_graph_task_id``              a bucket that an unexpected gradient completes waits for the end of backward, and a
+                                        forward within a backward with averaging is an error (checkpoints of a whole wrapper)
 ``_current_autograd_node``              a backward inside a hook of another backward must reach all parameters by itself
 ``_will_engine_execute_node``           ``find_unused_parameters=True`` is an error
 ``_storage_Use_Count``                  no gradient is aliased: all are copied back
@@ -57,9 +58,15 @@ _current_graph_task_id: Callable[[], int] = getattr(
 def current_backward() -> int:
     """Return the number of the backward on this thread. An inner backward has its own number.
 
-    If this version of torch does not number its backwards, each call returns a new number.
+    The numbers start at 0. Without a backward on this thread, the result is -1. If this version of torch does not number its
+    backwards, each call returns a new number below -1.
     """
     return _current_graph_task_id()
+
+
+def runs_backward() -> bool:
+    """Whether a backward runs on this thread. False if this version of torch does not number its backwards."""
+    return current_backward() >= 0
 
 
 def accumulation_node(parameter: torch.nn.Parameter) -> GraphNode:
