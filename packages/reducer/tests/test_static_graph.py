@@ -297,6 +297,28 @@ def test_a_gradient_that_is_undefined_on_one_rank_only_is_averaged_in_every_step
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("delayed", [(), ("b",)])
+def test_a_gradient_that_is_undefined_on_one_rank_only_may_come_without_synchronisation(
+    delayed: tuple[str, ...], as_view: bool
+) -> None:
+    """Rank 0's gradient of b is undefined in the first backward, and has a value later."""
+
+    def body(group: ProcessGroup) -> None:
+        a, b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+        reducer = Reducer([("a", a), ("b", b)], group, static_graph=True, delayed=delayed, gradient_as_bucket_view=as_view)
+        is_undefined = [group.rank == 0]
+        for step, synchronizes in enumerate((True, False, True, False, True)):
+            reducer.prepare_for_backward(synchronizes=synchronizes)
+            (a.sum() + UndefinedUntil.apply(b, is_undefined).sum()).backward()  # type: ignore[no-untyped-call]
+            is_undefined[0] = False
+            if synchronizes:
+                assert b.grad is not None
+                assert b.grad.tolist() == [step + 0.5] * 2
+
+    run_ranks(2, body)
+
+
 def test_a_gradient_that_is_always_undefined_may_be_so_without_synchronisation_too() -> None:
     def body(group: ProcessGroup) -> None:
         a, b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))

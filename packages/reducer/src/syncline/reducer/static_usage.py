@@ -97,12 +97,15 @@ class StaticUsage(UsageModel):
         """Until the end of the first backward with averaging, record the used parameters. Later, only check these parameters.
 
         Raises:
-            UnexpectedGradientError: a later backward uses a parameter that the first backward did not use.
+            UnexpectedGradientError: a later backward uses a parameter that the first backward did not use on this rank, or
+                whose gradient was None on every rank.
         """
         if self._expected is None:
             self._used.update(index for index in indices if index not in undefined)
             return
-        self._refuse(index for index in indices if index not in self._regular and index not in undefined)
+        # If the gradient was None on this rank, but not on every rank, it is averaged in every backward.
+        nobodys = (index for index in indices if index not in self._expected or index in self._undefined)
+        self._refuse(index for index in nobodys if index not in undefined)
 
     def _refuse(self, unexpected: Iterable[int]) -> None:
         for index in unexpected:
