@@ -1005,6 +1005,40 @@ def test_gradients_that_were_accumulated_before_a_change_of_the_group_count_thou
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("change", ["freeze", "take out", "update group", "freeze before"])
+def test_a_graph_that_becomes_static_after_construction_is_as_one_that_was_static_from_the_start(
+    skips: bool, change: str
+) -> None:
+    first = nn.Sequential(*(linear(3, 3, rank) for rank in range(3)))
+
+    def body(group: ProcessGroup) -> None:
+        module, whole = copy.deepcopy(first), copy.deepcopy(first)
+        ddp = DistributedDataParallel(
+            module, process_group=group, find_unused_parameters=True, skip_all_reduce_unused_params=skips
+        )
+        if change == "freeze before":
+            module[1].requires_grad_(False)
+        ddp._set_static_graph()
+        for step in range(4):
+            if step == 2:
+                if change == "freeze":
+                    module[1].requires_grad_(False)
+                elif change == "take out":
+                    del module[1], whole[1]
+                elif change == "update group":
+                    ddp.update_process_group(group.split(0))
+            found = step_of(ddp, group.rank, step)
+            whole.zero_grad()
+            for rank in (0, 1):
+                (loss(whole, rank, step) / 2).backward()  # type: ignore[no-untyped-call]
+            if change == "freeze before" or (change == "freeze" and step >= 2):
+                whole[1].zero_grad()
+            torch.testing.assert_close(found, gradients(whole))
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_frozen_model_may_change_its_group_and_is_averaged_when_it_is_thawed(options: dict[str, Any]) -> None:
     first = model()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from syncline.reducer import Reducer
 
     from .logging_data import RuntimeSamples
+    from .model_watch import ModelWatch
 
 # torch sets the first attribute on the module, and the second one on each parameter or buffer that DDP must ignore.
 _NAMES_TO_IGNORE = "_ddp_params_and_buffers_to_ignore"
@@ -115,6 +116,8 @@ class TorchNames:
         device: torch.device
         find_unused_parameters: bool
         static_graph: bool
+        skip_all_reduce_unused_params: bool
+        _watch: ModelWatch
         _reducer: Reducer
         _state: ModuleState
         _buffer_sync: Buffers
@@ -225,7 +228,10 @@ class TorchNames:
             warnings.warn("the graph is static already: _set_static_graph() changes nothing", stacklevel=2)
             return
         self._reducer.set_static_graph()
+        # From here on, all is as with static_graph=True in the constructor, also for a later reducer and for copies.
         self.static_graph = True
+        self.skip_all_reduce_unused_params = False
+        self._watch.allows_unused = False
 
     def _check_reducer_finalized(self) -> None:
         self._reducer.check_finalized()

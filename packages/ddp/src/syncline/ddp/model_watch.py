@@ -56,17 +56,18 @@ class ModelWatch:
 
     Args:
         owner: the wrapper, whose module may be replaced.
-        allows_unused: whether a backward may leave out parameters. If True, freezing a parameter and taking out a layer do not
-            count as changes.
+        allows_unused: see below.
 
     Attributes:
+        allows_unused: whether a backward may leave out parameters. If True, freezing a parameter and taking out a layer do not
+            count as changes.
         has_sign: whether there was a sign of a change since the last `take_note` or `take_note_of_structure`.
     """
 
     def __init__(self, state: ModuleState, owner: torch.nn.Module, *, allows_unused: bool) -> None:
         self._state = state
         self._owner = id(owner)
-        self._allows_unused = allows_unused
+        self.allows_unused = allows_unused
         self._looked_after = -1
         self.take_note()
         _listen()
@@ -134,7 +135,7 @@ class ModelWatch:
     def _has_other_layers(self, container: torch.nn.Module, count: int) -> bool:
         """Whether the container's layers differ from those at the last `take_note_of_structure` (`count` layers)."""
         layers = own_children(container)
-        if len(layers) != count and not self._allows_unused:
+        if len(layers) != count and not self.allows_unused:
             return True
         return not self._parts.issuperset(map(id, layers.values()))
 
@@ -158,7 +159,7 @@ class ModelWatch:
         if self._others_need_gradients():
             return True
         kinds = [_kind(name, parameter) for name, parameter in self._state.parameters()]
-        if self._allows_unused:  # parameters that were taken out count as unused, and others may have new names then
+        if self.allows_unused:  # parameters that were taken out count as unused, and others may have new names then
             return not {kind[1:] for kind in kinds}.issubset(kind[1:] for kind in self._kinds)
         return kinds != self._kinds
 
@@ -166,14 +167,14 @@ class ModelWatch:
         """Whether the set of parameters that need gradients has changed since the last `take_note`, and is not empty."""
         if any(map(_requires_grad_of, self._frozen)):
             return True
-        if self._allows_unused or all(map(_requires_grad_of, self._averaged)):
+        if self.allows_unused or all(map(_requires_grad_of, self._averaged)):
             return False
         return self.needs_gradients()
 
     def needs_gradients(self) -> bool:
         """Whether a parameter requires a gradient. May ignore parameters that are new."""
         # If unused parameters are allowed, taking a layer out is no change, so `_averaged` may hold its parameters.
-        return self._state.needs_gradients() if self._allows_unused else any(map(_requires_grad_of, self._averaged))
+        return self._state.needs_gradients() if self.allows_unused else any(map(_requires_grad_of, self._averaged))
 
     def new(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters that are new since the last `take_note`, or were frozen then and require a gradient now."""
