@@ -365,6 +365,27 @@ def test_a_static_graph_must_be_learnt_by_all() -> None:
     run_ranks(2, body)
 
 
+def test_one_object_may_be_entered_again_also_in_another_group() -> None:
+    """In the second context, rank 0 has no inputs at all."""
+
+    def body(group: ProcessGroup) -> list[torch.Tensor]:
+        model = DistributedDataParallel(linear(), process_group=group)
+        join = Join([model])
+        for count in (2, group.rank):
+            with join:
+                found = steps(model, group.rank, count)
+        other = group.split(0, key=-group.rank)
+        assert other is not None
+        model.update_process_group(other)
+        with join:
+            (after,) = steps(model, other.rank, 1) if other.rank > 0 else [torch.zeros(1, 2)]
+        if other.rank > 0:
+            assert torch.equal(after, inputs_of(1, 0) / 2)
+        return found
+
+    assert [len(found) for found in run_ranks(2, body)] == [0, 1]
+
+
 def test_the_group_cannot_change_within_the_context() -> None:
     def body(group: ProcessGroup) -> None:
         model = DistributedDataParallel(linear(), process_group=group)

@@ -109,18 +109,21 @@ class Join:
     ) -> None:
         if not joinables:
             raise InvalidArgumentError("expected at least one joinable, found none")
-        if any(not _is_same(joinable.join_process_group, joinables[0].join_process_group) for joinable in joinables):
-            groups = ", ".join(repr(joinable.join_process_group) for joinable in joinables)
-            raise InvalidArgumentError(f"expected joinables of one process group, found {groups}")
         self._joinables = list(joinables)
         self._enabled = enable
         self._throws = throw_on_early_termination
         self._kwargs = kwargs
-        self._group = joinables[0].join_process_group
-        # This is mostly the CPU. The host reads the roll call at once, and a GPU would make the host wait.
-        self._device = message_device(self._group, joinables[0].join_device)
-        self._present: tuple[int, ...] = tuple(range(self._group.size))
         self._hooks: list[JoinHook] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        first, groups = self._joinables[0], [joinable.join_process_group for joinable in self._joinables]
+        if any(not _is_same(group, groups[0]) for group in groups):
+            raise InvalidArgumentError(f"expected joinables of one process group, found {', '.join(map(repr, groups))}")
+        self._group = groups[0]
+        # This is mostly the CPU. The host reads the roll call at once, and a GPU would make the host wait.
+        self._device = message_device(self._group, first.join_device)
+        self._present: tuple[int, ...] = tuple(range(self._group.size))
 
     @property
     def throws(self) -> bool:
@@ -158,6 +161,8 @@ class Join:
                     raise MisuseError(
                         f"this {type(joinable).__name__} is within a join context already: end that context first"
                     )
+            # A script may enter the same object again, perhaps after a change of the group. No rank was present at its end.
+            self._begin()
             for joinable in self._joinables:
                 joinable._join = self
             try:
