@@ -225,6 +225,20 @@ def test_grad_bucket_shows_the_bucket_and_can_show_another_buffer() -> None:
     assert bucket.buffer.tolist() == [1, 2, 3, 4, 5, 6, 7], "the bucket's own memory is as it was"
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_grad_bucket_shows_a_buffer_whose_elements_have_gaps(step: int) -> None:
+    (group,) = create_groups(1)
+    bucket = make_bucket(torch.zeros(2, 2).t(), torch.zeros(3))
+    shown = GradBucket(bucket, 0, False, group)
+    memory = numbered(20)
+    shown.set_buffer(memory.as_strided((7,), (step,), 1))
+    values = [2.0 + step * position for position in range(7)]
+    first, second = shown.gradients()
+    assert first.t().flatten().tolist() + second.tolist() == values
+    second.fill_(0)
+    assert shown.buffer()[4:].tolist() == [0, 0, 0], "it is a view"
+
+
 def test_accept_refuses_another_dtype_than_the_hook_was_given() -> None:
     bucket = make_bucket(torch.zeros(2))
     with pytest.raises(

@@ -91,11 +91,13 @@ class Bucket:
 
     def views_into(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return one view of a flat buffer for each parameter, as in `views`."""
+        step = buffer.stride(0)  # a user's hook may set a buffer with gaps
         views, start = [], 0
         for layout in self._layouts:
             end = start + layout.shape.numel()
             piece = buffer[start:end]
-            views.append(torch.as_strided(piece, layout.shape, layout.strides, piece.storage_offset()))
+            strides = layout.strides if step == 1 else [step * stride for stride in layout.strides]
+            views.append(torch.as_strided(piece, layout.shape, strides, piece.storage_offset()))
             start = end
         return views
 
