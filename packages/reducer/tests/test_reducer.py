@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -659,6 +660,14 @@ def test_each_backward_has_statistics_of_its_own() -> None:
         assert reducer.statistics.forward_started >= first.finished
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("cap", [np.int64(8), np.int32(8), [np.int16(8), 8], np.array([8, 8])], ids=repr)
+def test_limits_may_be_integers_of_numpy(cap: Any) -> None:
+    (group,) = create_groups(1)
+    parameters = [(name, torch.nn.Parameter(torch.ones(2))) for name in "abc"]
+    reducer = Reducer(parameters, group, bucket_cap_bytes=cap, first_bucket_cap_bytes=np.int64(100))
+    assert reducer.first_bucket_sizes == [8, 8, 8]
 
 
 @pytest.mark.parametrize("count", [0, -1])

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -919,4 +919,6 @@ def _close(hooks: GradientHooks, users_hooks: UsersHooks) -> None:
 
 
 def _caps_bytes(cap_bytes: int | Sequence[int], first_cap_bytes: int) -> list[int]:
-    return [min(first_cap_bytes, cap_bytes), cap_bytes] if isinstance(cap_bytes, int) else list(cap_bytes)
+    if isinstance(cap_bytes, Iterable):  # not a check for int, because the limit may be an integer of NumPy
+        return list(cap_bytes)
+    return [min(first_cap_bytes, cap_bytes), cap_bytes]
