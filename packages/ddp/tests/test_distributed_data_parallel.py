@@ -559,6 +559,9 @@ def test_a_loss_may_use_a_checkpointed_wrapper_twice(use_reentrant: bool, option
             optimizer.zero_grad()
             loss_of(both, inputs[step, mine], targets[step, mine]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
+            if isinstance(model, DistributedDataParallel):
+                times = model.iteration_statistics()
+                assert times.forward_ended <= times.backward_started, "the forward in the checkpoint is part of the backward"
         if isinstance(model, DistributedDataParallel):
             assert model._reducer.reductions == 4
             with model.no_sync():

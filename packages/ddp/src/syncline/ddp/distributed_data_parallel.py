@@ -416,7 +416,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         pending += self._buffer_sync.after_forward()
         self._buffer_sync.forward_ended(will_reduce)
         if trains and will_reduce:
-            self._reducer.statistics.forward_ended = time.perf_counter()
+            statistics = self._reducer.statistics
+            if not statistics.backward_started:  # a checkpoint may run the forward again, within its backward
+                statistics.forward_ended = time.perf_counter()
             self._reducer.wait_at_end(pending)
         # No backward of this forward waits for the futures of the buffer hook, so wait here.
         elif pending:
