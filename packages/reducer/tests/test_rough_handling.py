@@ -427,3 +427,25 @@ def test_a_fork_within_a_backward_ends_it_alone() -> None:
             os.waitpid(forked[0], 0)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("in_a_forward", [False, True])
+def test_a_failed_backward_does_not_go_on_while_the_script_keeps_its_error(in_a_forward: bool) -> None:
+    """The backward misses b. Then a forward runs within another backward, or another backward has a gradient of b."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = named("a", "b")
+        (_, a), (_, b) = parameters
+        reducer = Reducer(parameters, group)
+        reducer.prepare_for_backward()
+        with pytest.raises(MisuseError, match="'b'") as kept:
+            a.sum().backward()  # type: ignore[no-untyped-call]
+        other = b * 2.0
+        if in_a_forward:
+            other = torch.ones(2, requires_grad=True) * 2.0
+            other.register_hook(lambda _: reducer.prepare_for_backward())  # type: ignore[no-untyped-call]
+        with pytest.raises(MisuseError, match="never ended"):
+            other.sum().backward()  # type: ignore[no-untyped-call]
+        assert kept.value is not None
+
+    run_ranks(1, body)

@@ -73,21 +73,26 @@ class _BackwardEnd:
         self._reducer = reducer
 
     def end(self) -> None:
-        if not self._reducer.is_in_fork:  # the fork may have been made within this backward
-            # A user's hook may run this backward inside another backward, for example for an auxiliary loss. Then the missing
-            # gradients come in the other backward.
-            if not self._reducer._has_all_gradients() and call_at_outer_end(self.end):
-                return
-            self._reducer._check_all_gradients()
-            # Queue `finish` only now, so that it runs after `end` of all reducers.
-            call_at_backward_end(self.finish)
+        self._run(self._end)
+
+    def _end(self) -> None:
+        # A user's hook may run this backward inside another backward, for example for an auxiliary loss. Then the missing
+        # gradients come in the other backward.
+        if not self._reducer._has_all_gradients() and call_at_outer_end(self.end):
+            return
+        self._reducer._check_all_gradients()
+        # Queue `finish` only now, so that it runs after `end` of all reducers.
+        call_at_backward_end(self.finish)
 
     def finish(self) -> None:
-        if self._reducer.is_in_fork:
+        self._run(self._reducer._finish)
+
+    def _run(self, step: Callable[[], None]) -> None:
+        if self._reducer.is_in_fork:  # the fork may have been made within this backward
             return
         try:
-            self._reducer._finish()
-        # The error's traceback may keep this object alive. So tell other reducers here that this backward does not go on.
+            step()
+        # The error's traceback may keep this object alive. So tell all reducers here that this backward does not go on.
         except BaseException:
             self._reducer._backward_end = lambda: None
             raise
