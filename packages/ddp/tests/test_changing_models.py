@@ -1121,6 +1121,106 @@ def test_a_part_with_gradients_of_one_rank_alone_cannot_be_frozen_before_the_gro
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("follows_on", [set(), {0}, {1}])
+@pytest.mark.parametrize("change", [one_parameter, one_layer_more, inserted, another_module])
+def test_a_change_that_no_forward_has_followed_is_followed_when_the_group_changes(change: Change, follows_on: set[int]) -> None:
+    """Rank 0's values count, also if the change is new for some ranks only."""
+    first = model()
+
+    def body(group: ProcessGroup) -> None:
+        alone = group.split(int(group.rank in follows_on))
+        assert alone is not None
+        ddp = DistributedDataParallel(copy.deepcopy(first), process_group=alone)
+        step_of(ddp, group.rank, 0)
+        change(ddp, group.rank)
+        if group.rank in follows_on:
+            step_of(ddp, group.rank, 0)
+        before = repr(ddp.module.state_dict())
+        ddp.update_process_group(group)
+        after, rank_0s = repr(ddp.module.state_dict()), exchange_objects(before, group=group)[0]
+        assert after == rank_0s
+        whole = copy.deepcopy(ddp.module)
+        for step in range(2):
+            torch.testing.assert_close(step_of(ddp, group.rank, step), averages(whole, 3, step))
+        alone.close()
+
+    run_ranks(3, body)
+
+
+class Shifted(nn.Module):
+    """A layer with a buffer only."""
+
+    shift: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + self.shift
+
+
+@pytest.mark.parametrize("options", [{}, {"forward_sync_buffers": False}], ids=str)
+def test_buffers_that_no_forward_has_followed_are_rank_0s_when_the_group_changes(options: dict[str, Any]) -> None:
+    def body(group: ProcessGroup) -> None:
+        precision = MixedPrecision(buffer_dtype=torch.bfloat16)
+        # For the other ranks the layer is new.
+        first = nn.Sequential(nn.Linear(3, 2), *([Shifted()] if group.rank == 1 else []))
+        alone = group.split(int(group.rank == 1))
+        assert alone is not None
+        ddp = DistributedDataParallel(first, process_group=alone, mixed_precision=precision, **options)
+        if group.rank != 1:
+            first.append(Shifted())
+        shift: Any = first[1].shift
+        shift.fill_(5.0 + group.rank)
+        ddp.update_process_group(group)
+        ddp(torch.zeros(2, 3))
+        assert shift.dtype is torch.bfloat16
+        assert shift.tolist() == [5.0, 5.0]
+        alone.close()
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("options", [{}, {"init_sync": False}], ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_layer_that_would_see_one_rank_is_refused_when_it_is_added(affine: bool, options: dict[str, Any]) -> None:
+    first = model()
+
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(copy.deepcopy(first), process_group=group, **options)
+        inner(ddp).append(nn.SyncBatchNorm(2, affine=affine).double())
+        for _ in range(2):
+            with pytest.raises(MisuseError, match=r"layer '3' is torch\.nn\.SyncBatchNorm \(1 in all\)"):
+                step_of(ddp, group.rank, 0)
+        inner(ddp).pop(3)
+        torch.testing.assert_close(step_of(ddp, group.rank, 0), averages(copy.deepcopy(first), 2, 0))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("having", [{0}, {1}, {0, 1}])
+def test_a_layer_that_would_see_one_rank_is_refused_when_the_group_grows(having: set[int]) -> None:
+    """All ranks raise an error, and keep the old group."""
+
+    def body(group: ProcessGroup) -> None:
+        alone = group.split(group.rank)
+        assert alone is not None
+        module = model().append(nn.SyncBatchNorm(2) if group.rank in having else nn.BatchNorm1d(2)).double()
+        ddp = DistributedDataParallel(module, process_group=alone)
+        wrong, said = (
+            (MisuseError, r"layer '3' is torch\.nn\.SyncBatchNorm")
+            if group.rank in having
+            else (DisagreementError, r"rank \d has refused its model .*layer '3' is torch\.nn\.SyncBatchNorm")
+        )
+        with pytest.raises(wrong, match=said):
+            ddp.update_process_group(group)
+        assert ddp.process_group is alone
+        alone.close()
+
+    run_ranks(2, body)
+
+
 def test_after_a_change_of_the_group_that_fails_the_model_is_averaged_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(Reducer):
         def __init__(self, *_: Any, **__: Any) -> None:

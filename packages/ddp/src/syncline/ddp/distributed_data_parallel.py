@@ -326,6 +326,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         watch = self._watch
         if not watch.has_changed():
             if watch.has_sign:  # a conversion may have been undone; autograd still has new nodes
+                refuse_layers_that_see_one_rank(self.module, self._group)  # a new layer may have no parameters
                 self._reducer.find_nodes_again()
                 # There may be new modules without parameters, which may get parameters later, and may have buffers.
                 watch.take_note_of_structure()
@@ -344,7 +345,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             )
         self._state.check(self._group, buffers=self._sync_buffers_at_first or self.forward_sync_buffers)
         if not self._init_sync:
-            self._check_frozen()
+            self._check_change(self._group)
         else:
             try:
                 self._share_new(new)
@@ -382,11 +383,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             "sparse=True (in embeddings)": [name for name, parameter in self._state.parameters() if id(parameter) in sparse],
         }
         with telling_the_others(self._group):
-            self._check_frozen()
+            self._check_change(self._group)
         verify_same_options(options, group=self._group)
         broadcast_tensors([*new, *(self._watch.new_buffers() if syncs_buffers else [])], self._group, 0)
 
-    def _check_frozen(self) -> None:
+    def _check_change(self, group: ProcessGroup) -> None:
+        refuse_layers_that_see_one_rank(self.module, group)
         unreduced = self._reducer.unreduced()
         for name, parameter in self._state.parameters():
             # The optimizer would step this parameter with the gradient of this rank alone.
@@ -510,8 +512,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def update_process_group(self, process_group: ProcessGroup | dist.ProcessGroup | None) -> None:
         """From now on, average gradients over the ranks of another group. The new group may have more, fewer or other ranks.
 
-        Every rank of the new group calls this method. The method copies no values between ranks, and compares no values. So
-        before the call, give each new rank the parameters and buffers of the other ranks.
+        Every rank of the new group calls this method. Before the call, give each new rank the parameters and buffers of the
+        other ranks: the method compares no values. It copies values only if a rank has changed its module and has not run a
+        forward with gradients since then. As in this forward, all ranks get rank 0's values of the new parameters (and of new
+        buffers, if the constructor has broadcast the buffers), unless `init_sync` is False.
 
         The communication hook stays registered. If the hook's state holds the old group, register the hook with a new state. A
         running `trace` ends. `watch_stragglers` and `check_replicas` go on if all ranks of the new group have the same `every`,
@@ -526,7 +530,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
                 them are frozen. With `forward_sync_buffers`, buffers are compared, too. Or another rank has frozen a parameter
                 whose gradient is not averaged yet.
             MisuseError: the call is within `join()`. Or the new group cannot send a parameter or buffer. Or this rank has
-                frozen a parameter whose gradient is not averaged yet.
+                frozen a parameter whose gradient is not averaged yet. Or the new group has several ranks, and the module has a
+                SyncBatchNorm of torch while torch.distributed is not initialised.
 
         After an error, the model keeps its old group.
         """
@@ -536,12 +541,16 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             )
         chosen = choose_group(process_group)
         group = as_ours(chosen)
-        self._state.check(group, buffers=self.forward_sync_buffers)
-        # If this check fails on one rank, the other ranks raise an error in `verify_same_options`.
+        # No forward may have followed the latest change of the module yet.
+        self._state.module = self.module
+        self._state.check(group, buffers=self._sync_buffers_at_first or self.forward_sync_buffers)
+        # If a check fails on one rank, the other ranks raise an error in `verify_same_options`.
         with telling_the_others(group):
-            self._check_frozen()
+            self._check_change(group)
+            # Do this before the comparison: new ranks have converted the buffers in the constructor.
+            low_precision = lower_precision(self.mixed_precision, self._state)
         verify_same_options({}, group=group)
-        self._state.verify(group, buffers=self.forward_sync_buffers)
+        self._verify_and_share_new(group)
         stragglers_every, check_every = self._intervals_of(group)
         hook, state = self._reducer.hook
         # If this fails, the model keeps its old group and its old reducer.
@@ -554,6 +563,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._uneven_inputs = None  # it holds the old reducer
         self.process_group, self._group = chosen, group
         self._is_default_group = is_default_group(chosen, group)
+        self._low_precision = low_precision
+        self.device = next((p.device for _, p in self._state.parameters() if p.requires_grad), self.device)
         self._reducer = reducer
         self._reducer.set_hook(hook, state)
         # The next forward synchronises the buffers on all ranks: a new rank has synchronised none, and old ranks may differ in
@@ -566,6 +577,19 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self.watch_stragglers(stragglers_every)
         if check_every is not None:
             self.check_replicas(check_every)
+
+    def _verify_and_share_new(self, group: ProcessGroup) -> None:
+        """A collective of a new group. Compare the modules. Give all ranks rank 0's values of what no forward has shared."""
+        mine = []
+        if self._init_sync:
+            mine += [name for name, _ in self._watch.new()]
+            mine += [name for name, _ in self._watch.new_buffers()] if self._sync_buffers_at_first else []
+        # For a new rank, which has wrapped the changed module, nothing is new.
+        names = {name for said in exchange_objects(mine, group=group) for name in said}
+        new_buffers = [(name, buffer) for name, buffer in self._state.buffers() if name in names]
+        self._state.verify(group, buffers=self.forward_sync_buffers or bool(new_buffers))
+        new = [(name, parameter) for name, parameter in self._state.parameters() if name in names]
+        broadcast_tensors([*new, *new_buffers], group, 0)
 
     def _intervals_of(self, group: ProcessGroup) -> list[int | None]:
         """Return the `every` of `watch_stragglers` and of `check_replicas` for a new group, or None. A collective of the group.
