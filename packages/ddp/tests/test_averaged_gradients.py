@@ -177,6 +177,35 @@ def test_without_hooks_there_is_no_warning() -> None:
     run_ranks(1, body)
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_torchs_optimizers_in_backward_that_are_attached_later_step_with_averages(options: dict[str, Any], after: int) -> None:
+    """Also a second optimizer of the same parameters."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's, when it is loaded
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    first = model()
+
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(copy.deepcopy(first), process_group=group, **options)
+        whole = copy.deepcopy(first)
+        for _ in range(after):
+            ddp(batch(group.rank, 0)).sum().backward()
+        for rates in ([0.1], [0.1, 0.05]):
+            _apply_optimizer_in_backward(torch.optim.SGD, ddp.parameters(), {"lr": rates[-1]})
+            for step in range(3):
+                ddp.zero_grad()
+                ddp(batch(group.rank, step)).square().sum().backward()
+                whole.zero_grad()
+                for rank in range(2):
+                    (whole(batch(rank, step)).square().sum() / 2).backward()
+                for rate in rates:
+                    torch.optim.SGD(whole.parameters(), lr=rate).step()
+        torch.testing.assert_close(list(ddp.module.parameters()), list(whole.parameters()))
+
+    run_ranks(2, body)
+
+
 def test_a_step_in_such_a_hook_names_the_parameter() -> None:
     def body(group: ProcessGroup) -> None:
         ddp = DistributedDataParallel(model(), process_group=group)

@@ -197,7 +197,6 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._builtin_hook: dist.BuiltinCommHookType | None = None
         self._runtime = logging_data.RuntimeSamples()
         self.fused_optimizer = FusedOptimizer()
-        self._has_adopted_optimizers = False
         self._sync_buffers_at_first = sync_buffers_at_first
         if init_sync:
             # Compare the options first, because they decide which collectives follow.
@@ -304,7 +303,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             if trains:
                 if will_reduce:
                     self._runtime.forward_begins(self._reducer.statistics)
-                self._adopt_optimizers()
+                # Here, because the script may attach optimizers after construction.
+                self.fused_optimizer.adopt(self._reducer.parameters, self._reducer.reductions)
                 self._reducer.prepare_for_backward(synchronizes=will_reduce)
                 if self._reducer.has_users_hooks and not self._has_warned_of_hooks:
                     self._warn_of_users_hooks()
@@ -364,7 +364,6 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             **self._delayed_among(parameters),
         )
         self._low_precision = lower_precision(self.mixed_precision, self._state)
-        self._has_adopted_optimizers = False
         self._buffer_sync.look_again()
         self.device = parameters[0][1].device
         # Do this last: if a line above raises an error, the next forward finds the change again.
@@ -502,12 +501,6 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         if present is None or self._uneven_inputs is None:
             return 0
         return self._uneven_inputs.before_forward(present, will_reduce=will_reduce)
-
-    def _adopt_optimizers(self) -> None:
-        # At the first forward, because the script may attach optimizers after construction.
-        if not self._has_adopted_optimizers:
-            self.fused_optimizer.adopt(self._reducer.parameters)
-            self._has_adopted_optimizers = True
 
     def update_process_group(self, process_group: ProcessGroup | dist.ProcessGroup | None) -> None:
         """From now on, average gradients over the ranks of another group. The new group may have more, fewer or other ranks.

@@ -46,7 +46,8 @@ InstanceNorm = torch.nn.modules.instancenorm._InstanceNorm
 BufferCommHookLocation = torch.nn.parallel.distributed._BufferCommHookLocation
 TorchMixedPrecision = torch.nn.parallel.distributed._MixedPrecision
 
-# torch.distributed.optim._apply_optimizer_in_backward marks parameters by this attribute.
+# `_apply_optimizer_in_backward` of this module marks parameters by this attribute.
+IN_BACKWARD_OPTIMIZERS_MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
 IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"
 
 _queue_callback: Callable[[Callable[[], None]], None] | None = getattr(
