@@ -79,6 +79,62 @@ def test_an_optimizers_state_keeps_its_dtypes_and_bits(kind: type[torch.optim.Op
                 assert found == value, key
 
 
+class Nested(torch.optim.Optimizer):
+    """Keeps its state in a dict and a list, in other dtypes than the parameters."""
+
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        super().__init__([parameter], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            sums = torch.full((3,), 0.3001)
+            self.state[parameter] = {
+                "kron": {"sums": sums, "steps": torch.tensor(257), "more": [sums * 3, (sums.double(),)]},
+                "same": parameter.detach() + 1,
+            }
+
+
+def test_an_optimizers_nested_state_keeps_its_dtypes_and_bits() -> None:
+    old, new = (Nested(torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))) for _ in range(2))
+    old.step()
+    load_optimizer_state(new, pickle.loads(pickle.dumps(old.state_dict())))
+    torch.testing.assert_close(new.state_dict()["state"], old.state_dict()["state"], rtol=0, atol=0)
+
+
+class Expanded(torch.nn.Module):
+    """The elements of each tensor are all the same, in one place of memory."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.layer = torch.nn.BatchNorm1d(2)
+        self.frozen = torch.nn.Parameter(self.filled(value), requires_grad=False)
+        self.register_buffer("kept", self.filled(value + 1))
+        self.register_buffer("temporary", self.filled(value + 2), persistent=False)
+
+    @staticmethod
+    def filled(value: float) -> torch.Tensor:
+        return torch.full((2, 1), value).expand(2, 4)
+
+
+def stateful_of(module: torch.nn.Module) -> TrainingState:
+    return TrainingState(DistributedDataParallel(module, process_group=create_groups(1)[0]), [], ElasticSampler(20, 5))
+
+
+@pytest.mark.parametrize("full_on", [set(), {"old"}, {"new"}])
+def test_expanded_tensors_are_taken_over_with_their_strides(full_on: set[str]) -> None:
+    """A rank may have put full buffers in the place of expanded buffers."""
+    old, new = Expanded(1.0), Expanded(5.0)
+    for name, module in (("old", old), ("new", new)):
+        if name in full_on:
+            module.kept, module.temporary = torch.arange(8.0).view(2, 4), torch.arange(8.0).view(2, 4) + 1
+    stateful_of(new).load(pickle.loads(pickle.dumps(stateful_of(old).collect())))
+    for name in ("frozen", "kept", "temporary"):
+        mine, others = getattr(new, name), getattr(old, name)
+        assert torch.equal(mine, others), name
+        assert mine.stride() == others.stride(), name
+    assert new.state_dict().keys() == old.state_dict().keys()
+
+
 def test_buffers_that_a_forward_has_made_or_made_larger_are_taken_over() -> None:
     old, new = Rank(1), Rank(2)
     for rank in (old, new):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -57,17 +58,27 @@ def rank_with_state(progress: Sequence[int | None]) -> int:
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load a `state_dict` of an optimizer, and keep all dtypes.
 
-    torch's `load_state_dict` converts most floating-point states to the dtype of their parameter, for example the `mu_product`
-    of NAdam. Then the replicas would differ after a few steps.
+    torch's `load_state_dict` converts most tensors of a state to the dtype of their parameter, for example the `mu_product` of
+    NAdam, also in dicts and lists. Then the replicas would differ after a few steps.
     """
     optimizer.load_state_dict(state)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
-        for key, value in state["state"].get(number, {}).items():
-            mine = optimizer.state[parameter].get(key)
-            if isinstance(value, torch.Tensor) and isinstance(mine, torch.Tensor) and mine.dtype != value.dtype:
-                optimizer.state[parameter][key] = value.to(mine.device)
+        if number in state["state"] and parameter in optimizer.state:
+            optimizer.state[parameter] = _with_dtypes_of(state["state"][number], optimizer.state[parameter])
+
+
+def _with_dtypes_of(saved: Any, loaded: Any) -> Any:
+    """Return a loaded state in which each tensor of another dtype is replaced by the saved tensor."""
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        for key in saved.keys() & loaded.keys():
+            loaded[key] = _with_dtypes_of(saved[key], loaded[key])
+    elif isinstance(saved, (list, tuple)) and type(saved) is type(loaded) and len(saved) == len(loaded):
+        return type(loaded)(_with_dtypes_of(*pair) for pair in zip(saved, loaded, strict=True))
+    return loaded
 
 
 class TrainingState:
@@ -134,8 +145,15 @@ class TrainingState:
             The parameters whose gradients are in the state.
         """
         self._make_buffers_like(state["buffers"], state["temporary"])
-        self._model.module.load_state_dict(state["model"])
-        for name, buffer in self._model.module.named_buffers():
+        module, values = self._model.module, copy.copy(state["model"])  # a shallow copy, which keeps the versions of modules
+        tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        # torch cannot copy into expanded tensors. Write these parameters here, and all buffers below.
+        expanded = {name: tensor for name, tensor in tensors if name in values and 0 in tensor.stride()}
+        for name, tensor in expanded.items():
+            writable([tensor])[0].copy_(values.pop(name)[first_of_each(tensor)])
+        # If names are left out, torch's own check of the names would fail.
+        module.load_state_dict(values, strict=not expanded)
+        for name, buffer in module.named_buffers():
             writable([buffer])[0].copy_(state["buffers"][name][first_of_each(buffer)])
         for optimizer, its in zip(self._optimizers, state["optimizers"], strict=True):
             load_optimizer_state(optimizer, its)
@@ -181,8 +199,10 @@ class TrainingState:
             elif id(value) in used:
                 buffer = used[id(value)]
             else:
-                fits = own is not None and own.shape == value.shape and own.dtype == value.dtype
-                buffer = own if fits and not any(own is other for other in used.values()) else value.clone()
+                # Compare the strides, too: an expanded buffer has no memory for the values of a full buffer.
+                fits = own is not None and _layout(own) == _layout(value)
+                # `clone` would make a full tensor of an expanded one.
+                buffer = own if fits and not any(own is other for other in used.values()) else copy.deepcopy(value.detach())
                 assert buffer is not None
                 used[id(value)] = buffer
             holder, key = self._holder(name)
@@ -191,6 +211,10 @@ class TrainingState:
     def _holder(self, name: str) -> tuple[torch.nn.Module, str]:
         path, _, key = name.rpartition(".")
         return self._model.module.get_submodule(path), key
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 class HookState:
