@@ -11,7 +11,7 @@ import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup
 from syncline.collectives.testing import run_ranks
-from syncline.ddp import DistributedDataParallel
+from syncline.ddp import DistributedDataParallel, torch_internals
 
 pytestmark = pytest.mark.ranks
 
@@ -201,3 +201,31 @@ def test_a_hook_that_reduces_says_to_which_forward_its_bucket_belongs() -> None:
         group.abort()
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("problem", ["inputs", "warning"])
+def test_a_forward_that_fails_before_the_module_announces_no_backward(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inputs do not fit into the GPU's memory, or a warning is an error."""
+
+    def no_memory(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    def body(group: ProcessGroup) -> None:
+        first = model()
+        ddp = DistributedDataParallel(first, process_group=group)
+        if problem == "inputs":
+            ddp._input_device = torch.device("cpu")  # as on a GPU
+            with monkeypatch.context() as patch:
+                patch.setattr(torch_internals, "moved_to", no_memory)
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    ddp(inputs(0, 0))
+        else:
+            first.second.bias.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]
+            ddp(inputs(0, 0)).sum().backward()  # finds the hook
+            with pytest.raises(UserWarning, match="hooks on the gradient"):
+                ddp(inputs(0, 0))
+        with ddp.no_sync():
+            ddp(inputs(0, 0)).sum().backward()
+        assert ddp.has_local_gradients
+
+    run_ranks(1, body)

@@ -306,12 +306,17 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
                 # Here, because the script may attach optimizers after construction.
                 self.fused_optimizer.adopt(self._reducer.parameters, self._reducer.reductions)
                 self._reducer.prepare_for_backward(synchronizes=will_reduce)
-                if self._reducer.has_users_hooks and not self._has_warned_of_hooks:
-                    self._warn_of_users_hooks()
         except DisagreementError as error:
             raise self._reducer.explained(error, "a forward of the wrapped module") from error.__cause__
-        if self._input_device is not None:
-            inputs, kwargs = torch_internals.moved_to(self._input_device, inputs, kwargs)
+        try:
+            if trains and self._reducer.has_users_hooks and not self._has_warned_of_hooks:
+                self._warn_of_users_hooks()
+            if self._input_device is not None:
+                inputs, kwargs = torch_internals.moved_to(self._input_device, inputs, kwargs)
+        # The GPU may have no memory left, or warnings may be errors. Then the forward has failed, as in the module itself.
+        except BaseException:
+            self._cancel_forward(trains, will_reduce)
+            raise
         return inputs, kwargs, pending, trains
 
     def _warn_of_users_hooks(self) -> None:
