@@ -168,6 +168,22 @@ def test_a_built_in_hook_is_logged_by_torchs_name_until_another_replaces_it(kind
         destroy_process_group()
 
 
+def test_a_copy_has_no_buffer_hook_and_averages_though_it_was_made_within_no_sync() -> None:
+    group = init_process_group("in_process", world_size=1)
+    try:
+        ddp = DistributedDataParallel(torch.nn.BatchNorm1d(2))
+        calls: list[object] = []
+        # A group cannot be copied.
+        ddp._register_buffer_comm_hook(group, lambda state, buffers: calls.append(state))
+        with ddp.no_sync():
+            copied = copy.deepcopy(ddp)
+            copied(torch.ones(2, 2)).sum().backward()
+        assert not calls
+        assert not copied.has_local_gradients
+    finally:
+        destroy_process_group()
+
+
 def test_logging_data_have_the_latest_error() -> None:
     def body(group: ProcessGroup) -> None:
         ddp = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)

@@ -131,7 +131,8 @@ class Buffers:
             self._modes_without_graph = {layer: earlier.get(layer, True) and mode for layer, mode in modes.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open_forwards": [], "_modes_without_graph": {}}
+        # A copy of the model has no hooks. The hook's state may hold a group, which cannot be copied.
+        return {**self.__dict__, "_open_forwards": [], "_modes_without_graph": {}, "hook": None}
 
     def after_forward(self) -> list[AnyFuture]:
         """If the buffers are due, and the hook follows the forward, let the hook synchronise the buffers.

@@ -59,6 +59,7 @@ _OF_THIS_PROCESS = frozenset(
         "_replica_check",
         "_average_hooks",
         "_bucket_tuning",
+        "_requires_grad_sync",
     }
 )
 
@@ -907,7 +908,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     # ---- copies ----
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that a copy keeps. As in torch, a copy has no hooks."""
+        """Return the attributes that a copy keeps. A copy has no hooks, and averages even if it is made within `no_sync`."""
         if not self._is_default_group:
             raise MisuseError(
                 f"a DistributedDataParallel on {self._group.place()} cannot be copied or pickled: only the default "
