@@ -69,7 +69,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     Every rank builds the same module and wraps it. The constructor gives all ranks the parameters and buffers of rank 0. Each
     rank computes with its own part of the batch. After `loss.backward()` all ranks have the same gradients, bit for bit: the
-    gradients of the mean of the ranks' losses. If all ranks use the same optimizer and options, their replicas stay equal.
+    gradients of the mean of the ranks' losses. If all ranks use the same optimizer and options, their replicas stay equal. (For
+    the optimizer's state after `join`, see there.)
 
     The arguments have the names and the order of torch's DDP. The page "Differences from torch" lists the arguments whose
     meaning differs.
@@ -464,6 +465,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
         """A context around a training loop in which ranks may have different numbers of inputs. See `Join`.
+
+        At the end, all ranks get the parameters and buffers of a rank that was last. But each rank keeps the state of its
+        optimizer, such as momentum. So if you use the optimizer after the context, first give all ranks the optimizer state of
+        a rank that was last. Otherwise the replicas drift apart, as with torch's DDP.
 
         Args:
             divide_by_initial_world_size: True: divide gradients by the number of all ranks. False: divide by the number of

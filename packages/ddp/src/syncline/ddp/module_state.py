@@ -36,7 +36,8 @@ class ModuleState:
     def parameters(self) -> NamedParameters:
         """Return all shared parameters with their names, each parameter once, in the order of definition.
 
-        A parameter with several names is shared if one of these names is not ignored.
+        A parameter of several modules is shared if one of its names is not ignored. If one module has several names, only the
+        first name counts, as in torch.
         """
         if not self._ignored:  # the usual case
             return list(self.module.named_parameters())
