@@ -1148,16 +1148,17 @@ def test_a_change_that_no_forward_has_followed_is_followed_when_the_group_change
 
 
 class Shifted(nn.Module):
-    """A layer with a buffer only."""
+    """A layer with a buffer."""
 
     shift: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
         self.register_buffer("shift", torch.zeros(2))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs + self.shift
+        return inputs * self.scale + self.shift
 
 
 @pytest.mark.parametrize("options", [{}, {"forward_sync_buffers": False}], ids=str)
@@ -1180,6 +1181,30 @@ def test_buffers_that_no_forward_has_followed_are_rank_0s_when_the_group_changes
         alone.close()
 
     run_ranks(3, body)
+
+
+class Caching(nn.Linear):
+    """Its first forward makes a buffer."""
+
+    seen: torch.Tensor
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("seen", inputs.detach().clone(), persistent=False)
+        return super().forward(inputs)
+
+
+def test_buffers_that_a_forward_has_made_stay_each_ranks_own_when_the_group_changes() -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(Caching(3, 2), process_group=group, forward_sync_buffers=False)
+        inputs = torch.full((2 + group.rank, 3), float(group.rank))
+        ddp(inputs).sum().backward()
+        same = group.split(0)
+        assert same is not None
+        ddp.update_process_group(same)
+        assert torch.equal(inner(ddp).seen, inputs)
+        same.close()
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("options", [{}, {"init_sync": False}], ids=str)

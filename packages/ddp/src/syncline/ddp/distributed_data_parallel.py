@@ -517,9 +517,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """From now on, average gradients over the ranks of another group. The new group may have more, fewer or other ranks.
 
         Every rank of the new group calls this method. Before the call, give each new rank the parameters and buffers of the
-        other ranks: the method compares no values. It copies values only if a rank has changed its module and has not run a
-        forward with gradients since then. As in this forward, all ranks get rank 0's values of the new parameters (and of new
-        buffers, if the constructor has broadcast the buffers), unless `init_sync` is False.
+        other ranks: the method compares no values. It copies values only if a rank has changed its module's parameters and has
+        not run a forward with gradients since then. As in this forward, all ranks get rank 0's values of the new parameters
+        (and of new buffers, if the constructor has broadcast the buffers), unless `init_sync` is False.
 
         The communication hook stays registered. If the hook's state holds the old group, register the hook with a new state. A
         running `trace` ends. `watch_stragglers` and `check_replicas` go on if all ranks of the new group have the same `every`,
@@ -585,7 +585,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def _verify_and_share_new(self, group: ProcessGroup) -> None:
         """A collective of a new group. Compare the modules. Give all ranks rank 0's values of what no forward has shared."""
         mine = []
-        if self._init_sync:
+        # If no parameter has changed, a forward may have made the new buffers. Each rank keeps its own, as in a forward.
+        if self._init_sync and self._watch.has_changed():
             mine += [name for name, _ in self._watch.new()]
             mine += [name for name, _ in self._watch.new_buffers()] if self._sync_buffers_at_first else []
         # For a new rank, which has wrapped the changed module, nothing is new.
