@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -201,6 +202,32 @@ def test_torchs_optimizers_in_backward_that_are_attached_later_step_with_average
                     (whole(batch(rank, step)).square().sum() / 2).backward()
                 for rate in rates:
                     torch.optim.SGD(whole.parameters(), lr=rate).step()
+        torch.testing.assert_close(list(ddp.module.parameters()), list(whole.parameters()))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    "takes_off", [lambda p: p._in_backward_optimizers.clear(), lambda p: delattr(p, "_in_backward_optimizers")]
+)
+def test_torchs_optimizers_in_backward_may_be_replaced(takes_off: Callable[[Any], None]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's, when it is loaded
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    first = model()
+
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(copy.deepcopy(first), process_group=group)
+        whole = copy.deepcopy(first)
+        for step, rate in enumerate([0.1, 0.05]):
+            for parameter in ddp.parameters() if step else ():
+                takes_off(parameter)
+            _apply_optimizer_in_backward(torch.optim.SGD, ddp.parameters(), {"lr": rate})
+            ddp(batch(group.rank, step)).square().sum().backward()
+            whole.zero_grad()
+            for rank in range(2):
+                (whole(batch(rank, step)).square().sum() / 2).backward()
+            torch.optim.SGD(whole.parameters(), lr=rate).step()
         torch.testing.assert_close(list(ddp.module.parameters()), list(whole.parameters()))
 
     run_ranks(2, body)

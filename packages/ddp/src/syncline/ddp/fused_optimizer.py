@@ -52,7 +52,8 @@ class FusedOptimizer:
 
     def __init__(self) -> None:
         self.optimizers: dict[torch.nn.Parameter, list[torch.optim.Optimizer]] = {}
-        self._adopted: dict[torch.nn.Parameter, int] = {}  # how many optimizers `adopt` has found
+        # The optimizers that `adopt` has found. A copy, because torch changes its own list.
+        self._adopted: dict[torch.nn.Parameter, list[torch.optim.Optimizer]] = {}
 
     def register(
         self, kind: type[torch.optim.Optimizer], parameters: Iterable[torch.nn.Parameter], *args: Any, **kwargs: Any
@@ -83,13 +84,13 @@ class FusedOptimizer:
             return
         for parameter in parameters:
             attached = getattr(parameter, IN_BACKWARD_OPTIMIZERS, None)
-            # torch adds further optimizers to the same list, each with a hook.
-            if attached is None or len(attached) == self._adopted.get(parameter):
+            # Each optimizer that the script has attached since the last look has a hook.
+            if attached is None or attached == self._adopted.get(parameter):
                 continue
             if parameter in self._adopted or parameter not in self.optimizers:
                 _take_off_hooks(parameter)
                 self.optimizers[parameter] = attached
-                self._adopted[parameter] = len(attached)
+                self._adopted[parameter] = list(attached)
 
     def step(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Step the parameters that have an optimizer here. Their gradients must be averaged."""
