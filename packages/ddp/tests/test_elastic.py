@@ -377,6 +377,31 @@ def test_what_a_step_changed_is_put_back_before_it_is_done_again() -> None:
     assert seen == [0, 0]
 
 
+def test_layers_added_before_a_step_that_is_done_again_are_the_same_on_all_ranks() -> None:
+    groups = create_groups(3, timeout_s=60)
+
+    def rank_body(rank: int) -> list[float]:
+        model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(1, 1)), process_group=groups[rank])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        elastic = Elastic(model, optimizer, ElasticSampler(6, 6), silence_timeout_s=20)
+        added = torch.nn.Linear(1, 1)
+        torch.nn.init.constant_(added.weight, 1.0 + rank)
+        model.module.append(added)
+        optimizer.add_param_group({"params": list(added.parameters())})
+        for _ in elastic.batches([0]):
+            with elastic.step():
+                loss = model(torch.ones(2, 1)).mean()  # shares the new layer
+                if rank == 2:
+                    groups[2].lose()
+                    raise Lost
+                loss.backward()
+                optimizer.step()
+        return [float(parameter.detach()) for parameter in model.parameters()]
+
+    first, second, _ = on_ranks(3, rank_body)
+    assert first == second
+
+
 def train_with_scaler(group: ProcessGroup, at: Callable[[str, int], None], *, overflow_at: int | None) -> tuple[float, ...]:
     """Train with a GradScaler and a scheduler. Return weight, scale, learning rate, and the number of applied steps."""
     model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False), process_group=group)

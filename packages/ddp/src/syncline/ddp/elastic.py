@@ -186,6 +186,7 @@ class Elastic:
         self._give_up_s = give_up_s
         self._phase = _Phase.BETWEEN_STEPS
         self._snapshot: StepSnapshot | None = None
+        self._watch_state: dict[str, Any] = {}
         self._waiting = 0  # how many newcomers wait, as agreed in the latest step
         self._stepped: set[int] = set()  # ids of the optimizers that have stepped in this step
         # Parameters whose gradients the steps so far have accumulated for a later `optimizer.step()`.
@@ -293,6 +294,7 @@ class Elastic:
         self._snapshot = StepSnapshot(
             self._model, self._optimizers, self._stateful, hook_state, self._accumulated, earlier=self._snapshot
         )
+        self._watch_state = self._model._watch.state()
         self._waiting = 0
         self._stepped.clear()
         self._phase = _Phase.COMPUTING
@@ -509,6 +511,8 @@ class Elastic:
         if self._phase in (_Phase.COMPUTING, _Phase.AGREEING):
             assert self._snapshot is not None
             self._snapshot.restore()
+            # The step may have shared new layers. The snapshot has this rank's own values, so the ranks must share them again.
+            self._model._watch.restore(self._watch_state)
 
     def _divide_or_end(self) -> None:
         """Divide the samples anew, or end the training, on all remaining ranks alike."""

@@ -191,6 +191,15 @@ class ModelWatch:
         }
         return [(name, buffer) for name, buffer in self._state.buffers() if name in new]
 
+    def state(self) -> dict[str, Any]:
+        """Return what the watch remembers, for `restore`."""
+        return dict(vars(self))  # no method changes a value in place
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to what the watch remembered earlier, so that it finds the changes since then again."""
+        vars(self).update(state)
+        self.has_sign = True
+
     def note_registration(self, part: torch.nn.Module) -> None:
         """Set `has_sign` if `part` belongs to the watched module. torch calls this for each registration with `part`."""
         if id(part) in self._parts:
