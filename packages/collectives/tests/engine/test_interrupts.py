@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.collectives import ProcessGroup, Work
+from syncline.collectives import ProcessGroup, TransportError, Work
 from syncline.collectives.engine.host_group import GroupWork, HostGroup
 from syncline.collectives.engine.queue import Queue
 from syncline.collectives.testing import run_ranks
@@ -87,5 +87,53 @@ def test_a_call_whose_work_ctrl_c_keeps_from_its_end_fails(monkeypatch: pytest.M
             group.abort()
             with pytest.raises(KeyboardInterrupt):
                 work.wait(LIMIT_S)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    "wait", [lambda group, later: later.wait(), lambda group, later: group.barrier()], ids=["wait", "barrier"]
+)
+def test_ctrl_c_reaches_the_program_that_waits_for_a_later_call(wait, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The waiting thread runs the earlier call, whose work nobody waits for."""
+    interrupt_first(monkeypatch, HostGroup, "_move")
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 1:
+            return
+        assert isinstance(group, HostGroup)
+        is_over = threading.Event()
+        monkeypatch.setattr(group._queue, "_loop", lambda loop=group._queue._loop: (is_over.wait(LIMIT_S), loop()))
+        earlier = group.all_reduce(torch.ones(1), async_op=True)
+        later = group.all_reduce(torch.ones(1), async_op=True)
+        on_rank_0.append(threading.current_thread())
+        with pytest.raises(KeyboardInterrupt):
+            wait(group, later)
+        on_rank_0.clear()
+        is_over.set()
+        with pytest.raises(KeyboardInterrupt):
+            earlier.wait(LIMIT_S)
+        with pytest.raises(TransportError, match="was not started because the group had failed before:\n  KeyboardInterrupt"):
+            later.wait(LIMIT_S)
+
+    run_ranks(2, body)
+
+
+def test_an_error_that_is_no_exception_does_not_end_the_queues_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cancelled(BaseException):
+        """Raised by a transport, for example."""
+
+    def body(group: ProcessGroup) -> None:
+        assert isinstance(group, HostGroup)
+
+        def cancelled(_: object) -> None:
+            raise Cancelled
+
+        monkeypatch.setattr(group, "_move", cancelled)
+        first, second = (group.all_reduce(torch.ones(1), async_op=True) for _ in range(2))
+        with pytest.raises(TransportError, match="Cancelled"):
+            second.wait(LIMIT_S)  # with a time limit, only the queue's thread runs the calls
+        with pytest.raises(Cancelled):
+            first.wait(LIMIT_S)
 
     run_ranks(2, body)

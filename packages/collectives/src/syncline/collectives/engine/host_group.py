@@ -245,8 +245,10 @@ class HostGroup(EngineGroup):
             work.succeed()
         except BaseException as error:
             work.fail(error)  # a waiter on another thread must get any error
-            # The work had succeeded before, so the error is an interrupt, and no wait raises it.
-            if work.exception() is None:
+            # An interrupt such as Ctrl-C. The interrupted thread may wait for a later work, or this work may have succeeded
+            # before. Then no wait would raise the interrupt. (No interrupt comes on the queue's thread, which must go on.)
+            is_interrupt = not (isinstance(error, Exception) or self._queue.is_own_thread())
+            if is_interrupt or work.exception() is None:
                 raise
         # Only now: `abort` ends the works that are in this set.
         self._in_flight.discard(work)

@@ -92,6 +92,10 @@ class Queue:
         """Whether the calling thread runs a task, or a callback of a task."""
         return self._running_on == get_ident()
 
+    def is_own_thread(self) -> bool:
+        """Whether the calling thread is the queue's thread."""
+        return threading.current_thread() is self._thread
+
     def run_here(self, task: Callable[..., None], *arguments: object) -> bool:
         """Run a task on this thread, if no other task must run before it, or if this thread already runs a task.
 
@@ -341,7 +345,7 @@ class Queue:
         # the task without a time limit. So put it back for the queue's thread, which gets no interrupts. (On that thread, an
         # error is a bug, and later tasks must not wait behind this one.)
         except BaseException:
-            if threading.current_thread() is not self._thread:
+            if not self.is_own_thread():
                 if not (tasks and tasks[0] is task):
                     tasks.appendleft(task)
                 with self._changed:
