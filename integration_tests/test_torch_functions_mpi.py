@@ -96,6 +96,16 @@ def test_ours_is_underneath() -> None:
     assert torch.equal(tensor, summed())
 
 
+def test_after_a_wait_the_future_is_done() -> None:
+    for _ in range(100):
+        tensor = mine()
+        work = dist.all_reduce(tensor, async_op=True)
+        future = work.get_future()
+        assert work.get_future() is future
+        work.wait()
+        assert future.value()[0] is tensor
+
+
 def test_works_and_futures() -> None:
     tensor = mine()
     work = dist.all_reduce(tensor, async_op=True)

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
 import torch
 
 from syncline.collectives import CollectiveTimeout, InvalidArgumentError, RankLostError, TransportError, Work
-from syncline.collectives.work import FinishedWork, PendingWork, future_for_torch, join_futures
+from syncline.collectives.work import FinishedWork, GroupFuture, PendingWork, future_for_torch, join_futures
 
 
 def pending(*tensors: torch.Tensor) -> PendingWork:
@@ -132,6 +133,29 @@ def test_waiters_wake_before_callbacks_end() -> None:
     go_on.set()
     finisher.join(5)
     assert not finisher.is_alive()
+
+
+@pytest.mark.parametrize("error", [None, TransportError("the cable is cut")])
+def test_a_wait_returns_when_the_future_is_done_too(error: Exception | None) -> None:
+    returned = threading.Event()
+
+    class Late(PendingWork):
+        """Completes its future only when a wait has had time to return without it."""
+
+        def _complete(self, future: GroupFuture) -> None:
+            returned.wait(0.3)
+            super()._complete(future)
+
+    work = Late([], lambda: "a barrier")
+    future = work.get_future()
+    finisher = threading.Thread(target=work.succeed if error is None else lambda: work.fail(error))
+    finisher.start()
+    with nullcontext() if error is None else pytest.raises(TransportError, match="the cable is cut"):
+        work.wait(60)
+    is_done = future.done()
+    returned.set()
+    finisher.join(60)
+    assert is_done
 
 
 def test_errors_of_callbacks_keep_their_type() -> None:

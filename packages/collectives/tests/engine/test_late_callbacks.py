@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
 
 from syncline.collectives import CollectiveTimeout, MisuseError, ProcessGroup, Work, all_reduce_coalesced
+from syncline.collectives.engine.host_group import GroupWork
 from syncline.collectives.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -235,3 +237,41 @@ def test_calls_in_callbacks_have_one_order_whether_a_waiter_or_the_queues_thread
         return order, first[0].item(), second[0].item()
 
     assert run_ranks(2, body) == [(["inner callback", "callback"], 300.0, 3.0)] * 2
+
+
+@pytest.mark.parametrize("timeout", [None, 60])
+def test_after_a_wait_the_future_is_done_so_calls_in_its_callbacks_have_one_order(
+    timeout: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On rank 0, the queue's thread completes the first future only when the wait has had time to return without it."""
+    complete = GroupWork._complete_here
+    returned: dict[GroupWork, threading.Event] = {}
+
+    def late(work: GroupWork, future: Any) -> None:
+        if work in returned:
+            returned[work].wait(0.3)
+        complete(work, future)
+
+    monkeypatch.setattr(GroupWork, "_complete_here", late)
+
+    def body(group: ProcessGroup) -> tuple[float, float]:
+        second, inner = (torch.full((4,), factor * (group.rank + 1)) for factor in (10.0, 1000.0))
+        is_issued = hold(group)
+        work = issue(group)
+        future = work.get_future()
+        if group.rank == 0:
+            returned[work] = threading.Event()
+        later = group.all_reduce(second, async_op=True)
+        is_issued.set()
+        work.wait(timeout)
+        is_done = future.done()
+        last = future.then(lambda _: group.all_reduce(inner))
+        if group.rank == 0:
+            returned[work].set()
+        assert is_done
+        assert future.value()[0].tolist() == [2.0, 2.0]
+        later.wait()
+        last.wait()
+        return second[0].item(), inner[0].item()
+
+    assert run_ranks(2, body) == [(30.0, 3000.0)] * 2

@@ -6,6 +6,7 @@ import pickle
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -57,6 +58,16 @@ class GroupFuture(AnyFuture):
             _prepare_to_block(self.done)
         return super().wait()
 
+    def wait_for_completion(self) -> None:
+        """Wait until the thread that completes this future has done so. Call this method after the collective has finished.
+
+        The method raises no error of the future, and waits for no callback: torch completes a future before it runs callbacks.
+        """
+        # In a fork no thread completes the future. See Note [Forks] in `forks`.
+        if self._fork_count == fork_count():
+            with suppress(Exception):  # an error of the collective, which the caller raises itself
+                _wait_as_torch_does(self)
+
     @override
     def then(self, callback: Callable[[Any], Any]) -> Any:
         following = self._following()
@@ -74,7 +85,7 @@ class GroupFuture(AnyFuture):
         return GroupFuture(self._devices)
 
 
-def new_future(tensors: Sequence[torch.Tensor]) -> TensorsFuture:
+def new_future(tensors: Sequence[torch.Tensor]) -> GroupFuture:
     """Make a future for these tensors."""
     return GroupFuture(devices_of(tensors))
 
@@ -286,7 +297,7 @@ class PendingWork(Work):
         self._waiting: threading.Event | None = None  # made by the first thread that must block; most works need no event
         self._lock = threading.Lock()
         self._error: BaseException | None = None
-        self._future: TensorsFuture | None = None
+        self._future: GroupFuture | None = None
         self._before_end: tuple[Callable[[], None], ...] = ()
 
     @override
@@ -351,6 +362,11 @@ class PendingWork(Work):
                 f"{self._describe()} did not finish within the {timeout_s:g} s timeout given to wait(); it goes on, and its "
                 "tensors still belong to it. Wait again, or abort the group."
             )
+        # The thread that ended the work completes the future a moment later. Wait for the future, too, so that on every rank
+        # the future has its value, and a callback that the program attaches next runs at once.
+        future = self._future
+        if future is not None and not future.done():
+            future.wait_for_completion()
         if self._error is not None:
             raise self._error
         return True
@@ -379,15 +395,16 @@ class PendingWork(Work):
     def get_future(self) -> TensorsFuture:
         """The future of this work; the same object at every call."""
         with self._lock:
-            if self._future is not None:
-                return self._future
-            future = self._future = self._new_future()
-            already_done = self._is_done
-        if already_done:  # `_finish` saw no future, so nobody else completes it
-            self._complete(future)
-        return future
+            if self._future is None:
+                future = self._new_future()
+                # `_finish` saw no future, so nobody else completes it. The new future has no callbacks, so complete it under
+                # the lock: other threads, and this thread after Ctrl-C, get the future only when it is done.
+                if self._is_done:
+                    self._complete(future)
+                self._future = future
+            return self._future
 
-    def _new_future(self) -> TensorsFuture:
+    def _new_future(self) -> GroupFuture:
         return new_future(self._tensors)
 
 

@@ -662,7 +662,7 @@ class GroupWork(PendingWork):
         return True
 
     @override
-    def _new_future(self) -> TensorsFuture:
+    def _new_future(self) -> GuardedFuture:
         future = GuardedFuture(self._queue, self._issued, devices_of(self._tensors))
         future.was_waited_for = self._was_waited_for
         return future

@@ -52,6 +52,7 @@ class Queue:
     5. If a thread outside of callbacks waits for a task while the turn is free, this thread runs the queue up to this task
        (`help`), because waking another thread takes longer than a small collective. Callbacks may want a lock that the waiting
        thread holds. So the thread hands them over to the queue's thread (`hand_over`), which runs them before all queued tasks.
+       The wait ends when the queue's thread has completed the future, but does not wait for the callbacks.
     6. Over NCCL, tasks are usually short: they put work on a stream. So nothing is queued, and each thread waits until it gets
        the turn (`run_in_turn`). Threads that wait at the same time may get the turn in any order. Callbacks run after the turn:
        see Note [Order over NCCL] in `transports.nccl.group`. A queue is used in this way only, or in the other ways only,

@@ -16,7 +16,7 @@ from ..errors import InvalidArgumentError, MisuseError
 from ..group import ProcessGroup
 from ..reduce_op import ReduceOp, Reduction, from_torch
 from ..torch_internals import LOSES_WORKS, disable_dynamo, jit_trace, modes_active, profiler_runs
-from ..work import FinishedWork, TensorsFuture, Work, future_for_torch, join_futures
+from ..work import AnyFuture, FinishedWork, TensorsFuture, Work, future_for_torch, join_futures
 from . import watched
 from .watched import Seen
 
@@ -110,13 +110,19 @@ class TorchSideWork(dist.Work):
         self.ours = ours
         self._timeout_s = timeout_s
         self._on_asked = on_asked
+        self._given: AnyFuture | None = None  # the future for torch's C++ code
 
     @disable_dynamo
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the collective has finished. On CUDA, make the current stream wait for the collective instead."""
         self._asked()
         limit_s = time_limit_s(timeout)
-        return self.ours.wait(self._timeout_s if limit_s is None else limit_s)
+        self.ours.wait(self._timeout_s if limit_s is None else limit_s)
+        # A callback of our future completes the future that the program has. Wait for it, as `PendingWork.wait` does. But in a
+        # callback do not wait: this thread may have to complete the future itself, after the callback.
+        if self._given is not None and not self._given.done() and not a_queue_runs_here():
+            self._given.wait()
+        return True
 
     def synchronize(self) -> None:
         """Call `wait`."""
@@ -167,7 +173,9 @@ class TorchSideWork(dist.Work):
         # A callback that runs on our queue's thread may wait for the future. This works only with futures of our own class.
         if a_queue_runs_here():
             return future
-        return future_for_torch(future, self.ours.result())
+        if self._given is None:
+            self._given = future_for_torch(future, self.ours.result())
+        return self._given
 
     def _asked(self) -> None:
         on_asked, self._on_asked = self._on_asked, None
