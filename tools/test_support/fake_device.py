@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from syncline.collectives import group
 from syncline.collectives.engine import call as engine_call
 from syncline.collectives.engine.device import DeviceRuntime, Event, Stream
-from syncline.collectives.work import GroupFuture, TensorsFuture
+from syncline.collectives.work import Devices, GroupFuture, TensorsFuture
 
 CPU = torch.device("cpu")
 _PATIENCE_S = 60.0
@@ -280,7 +280,7 @@ class FakeFuture(GroupFuture):
 
     def then(self, callback: Callable[[Any], Any]) -> FakeFuture:
         """A future of the callback's result, or of its error."""
-        following = FakeFuture(self._runtime)
+        following = self._following(None)
 
         def run(done: Any) -> None:
             try:
@@ -292,6 +292,9 @@ class FakeFuture(GroupFuture):
 
         self.add_done_callback(run)
         return following
+
+    def _following(self, devices: Devices) -> FakeFuture:  # noqa: ARG002 - it knows its device
+        return FakeFuture(self._runtime)
 
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
         """Call back on a stream of its own, ordered after the future."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from syncline.collectives import CollectiveTimeout, InvalidArgumentError, RankLostError, TransportError, Work
-from syncline.collectives.work import FinishedWork, GroupFuture, PendingWork, future_for_torch, join_futures
+from syncline.collectives.work import FinishedWork, FutureWork, GroupFuture, PendingWork, future_for_torch, join_futures
 
 
 def pending(*tensors: torch.Tensor) -> PendingWork:
@@ -156,6 +158,33 @@ def test_a_wait_returns_when_the_future_is_done_too(error: Exception | None) -> 
     returned.set()
     finisher.join(60)
     assert is_done
+
+
+@pytest.mark.parametrize("timeout", [None, 60])
+def test_a_wait_for_a_future_ends_before_callbacks_end(timeout: float | None) -> None:
+    future, go_on = GroupFuture(None), threading.Event()
+    work = FutureWork(future, [], lambda: "a barrier")
+    future.add_done_callback(lambda _: go_on.wait(10))
+    finisher = threading.Thread(target=future.set_result, args=([],))
+    finisher.start()
+    work.wait(timeout)
+    assert not go_on.is_set()
+    assert finisher.is_alive(), "its callback still waits"
+    go_on.set()
+    finisher.join(60)
+
+
+@pytest.mark.parametrize("timeout", [None, 60])
+def test_ctrl_c_ends_a_wait_for_a_future(timeout: float | None) -> None:
+    future = GroupFuture(None)
+    work = FutureWork(future, [], lambda: "a barrier")
+    timers = [threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)), threading.Timer(10, future.set_result, ([],))]
+    for timer in timers:
+        timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        work.wait(timeout)
+    timers[1].cancel()
+    assert not future.done()
 
 
 def test_errors_of_callbacks_keep_their_type() -> None:

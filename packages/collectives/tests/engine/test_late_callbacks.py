@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.collectives import CollectiveTimeout, MisuseError, ProcessGroup, Work, all_reduce_coalesced
+from syncline.collectives import CollectiveTimeout, MisuseError, ProcessGroup, RoundRobinGroup, Work, all_reduce_coalesced
 from syncline.collectives.engine.host_group import GroupWork
 from syncline.collectives.testing import run_ranks
 
@@ -48,6 +48,38 @@ def test_a_collective_from_a_late_callback_is_refused() -> None:
         assert group.recorder.count.begun == 3
 
     run_ranks(3, body)
+
+
+def of_two_parts(group: ProcessGroup) -> Work:
+    work = all_reduce_coalesced([torch.ones(2), torch.ones(2, dtype=torch.int64)], group=group, async_op=True)
+    assert work is not None
+    return work
+
+
+MADE_OF_SEVERAL_CALLS = {
+    "sparse": lambda group: group.all_reduce(torch.eye(2).to_sparse(), async_op=True),
+    "uneven": lambda group: group.reduce_scatter(
+        torch.ones(1 + group.rank), [torch.ones(1 + r) for r in range(group.size)], async_op=True
+    ),
+    "coalesced": of_two_parts,
+}
+
+
+@pytest.mark.parametrize("start", MADE_OF_SEVERAL_CALLS.values(), ids=MADE_OF_SEVERAL_CALLS)
+def test_a_callback_of_a_call_that_is_made_of_several_calls_is_late_if_another_call_came_after_them(start) -> None:
+    def body(group: ProcessGroup) -> None:
+        call = lambda _: group.broadcast(torch.ones(1)).result()  # noqa: E731 - the shortest
+        start(group).get_future().then(call).wait()  # in time
+        work = start(group)
+        later = issue(group)
+        with pytest.raises(MisuseError, match="in a late callback"):
+            work.get_future().then(call).wait()
+        later.wait()
+        work.wait()
+        work.get_future().then(lambda done: done.value()).then(call).wait()  # after a wait, it is not late
+        group.barrier()
+
+    run_ranks(2, body)
 
 
 def test_a_future_that_was_taken_in_time_is_no_excuse() -> None:
@@ -275,3 +307,65 @@ def test_after_a_wait_the_future_is_done_so_calls_in_its_callbacks_have_one_orde
         return second[0].item(), inner[0].item()
 
     assert run_ranks(2, body) == [(30.0, 3000.0)] * 2
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    [
+        lambda group, other: other.all_reduce(torch.ones(1), async_op=True).get_future().wait(),
+        lambda group, other: all_reduce_coalesced([torch.ones(1)], group=other),
+        lambda group, other: other.all_reduce(torch.eye(2).to_sparse()),
+        lambda group, other: (
+            (group.send(torch.ones(1), 1, async_op=True) if group.rank == 0 else group.recv(torch.ones(1), 0, async_op=True))
+            .get_future()
+            .wait()
+        ),
+    ],
+    ids=["another group", "coalesced in another group", "sparse in another group", "transfer"],
+)
+def test_a_callback_that_waits_for_something_else_runs_no_later_call(elsewhere) -> None:
+    def body(group: ProcessGroup) -> None:
+        other = group.split(0)
+        assert other is not None
+        are_over = []
+        is_issued = hold(group)
+
+        def callback(_: object) -> None:
+            elsewhere(group, other)
+            are_over.append(later.is_completed())
+
+        issue(group).get_future().add_done_callback(callback)
+        later = issue(group)
+        is_issued.set()
+        later.wait(30)
+        group.barrier()
+        assert are_over == [False]
+        other.close()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_callback_may_wait_for_a_call_of_several_groups_and_runs_only_the_part_of_its_own_group(is_first: bool) -> None:
+    def body(group: ProcessGroup) -> None:
+        other = group.split(0)
+        assert other is not None
+        in_turn = RoundRobinGroup([group, other] if is_first else [other, group])
+        found = []
+        is_issued, others_turn = hold(group), hold(other)
+
+        def callback(_: object) -> None:
+            threading.Timer(0.1, others_turn.set).start()  # the part of the other group ends last
+            barrier.wait()
+            found.append(later.is_completed())
+
+        issue(group).get_future().add_done_callback(callback)
+        barrier = in_turn.barrier(async_op=True)
+        later = issue(group)
+        is_issued.set()
+        later.wait(30)
+        group.barrier()
+        assert found == [False]
+        other.close()
+
+    run_ranks(2, body)

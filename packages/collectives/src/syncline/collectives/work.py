@@ -26,17 +26,6 @@ else:
 Devices: TypeAlias = list[int | str | torch.device] | None
 
 
-#: A thread calls each of these functions before it blocks. The argument is a function that tells whether the wait is over. Each
-#: function does the work that only this thread can do to end the wait. For example, if the thread is in a callback of a queue,
-#: the function runs the calls of this queue.
-before_blocking: list[Callable[[Callable[[], bool]], object]] = []
-
-
-def _prepare_to_block(is_done: Callable[[], bool]) -> None:
-    for prepare in before_blocking:
-        prepare(is_done)
-
-
 class GroupFuture(AnyFuture):
     """The future of a collective. A callback of the same group can wait for the future without a deadlock.
 
@@ -48,15 +37,30 @@ class GroupFuture(AnyFuture):
         super().__init__(devices=devices)
         self._devices = devices
         self._fork_count = fork_count()
+        self._parts: Sequence[AnyFuture] = ()  # if this future joins others, the others, until they are done
 
     @override
     def wait(self) -> Any:
-        if not self.done():
-            # In a fork no thread finishes the future, so waiting would never end. See Note [Forks] in `forks`.
-            if self._fork_count != fork_count():
-                raise not_the_rank("wait", "a future of a collective")
-            _prepare_to_block(self.done)
+        self.prepare_to_block()
         return super().wait()
+
+    def prepare_to_block(self) -> None:
+        """Do the work that only this thread can do to complete this future. Call this method before a wait for the future.
+
+        Raises:
+            GroupClosedError: in a forked child, if the future is not done.
+        """
+        if self.done():
+            return
+        # In a fork no thread finishes the future, so waiting would never end. See Note [Forks] in `forks`.
+        if self._fork_count != fork_count():
+            raise not_the_rank("wait", "a future of a collective")
+        self._run_queue_here()
+
+    def _run_queue_here(self) -> None:
+        for part in self._parts:
+            if isinstance(part, GroupFuture):
+                part.prepare_to_block()
 
     def wait_for_completion(self) -> None:
         """Wait until the thread that completes this future has done so. Call this method after the collective has finished.
@@ -70,7 +74,7 @@ class GroupFuture(AnyFuture):
 
     @override
     def then(self, callback: Callable[[Any], Any]) -> Any:
-        following = self._following()
+        following = self._following(self._devices)
 
         def run(done: Any) -> None:
             try:
@@ -81,13 +85,22 @@ class GroupFuture(AnyFuture):
         self.add_done_callback(run)
         return following
 
-    def _following(self) -> GroupFuture:
-        return GroupFuture(self._devices)
+    def _following(self, devices: Devices) -> GroupFuture:
+        """Make a future that is completed in a callback of this future."""
+        return GroupFuture(devices)
 
 
 def new_future(tensors: Sequence[torch.Tensor]) -> GroupFuture:
     """Make a future for these tensors."""
     return GroupFuture(devices_of(tensors))
+
+
+def following_future(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> GroupFuture:
+    """Make a future for these tensors, which the caller completes in a callback of `future`.
+
+    A group guards callbacks of the new future as it guards callbacks of `future`.
+    """
+    return future._following(devices_of(tensors)) if isinstance(future, GroupFuture) else new_future(tensors)
 
 
 def fail_future(future: AnyFuture, error: BaseException, devices: Devices) -> None:
@@ -120,8 +133,11 @@ def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) 
     """Make a future whose value is `tensors`, and which is done when all `futures` are done.
 
     If some of `futures` fail, the new future gets the error of the first failed future in the list. The error keeps its class.
+    The futures are in the order in which their calls were issued.
     """
-    joined = new_future(tensors)
+    # A callback of the joined future is late if another call was issued after the last part, not after the first part.
+    joined = following_future(futures[-1], tensors) if futures else new_future(tensors)
+    joined._parts = futures
     lock = threading.Lock()
     missing = len(futures)
 
@@ -134,6 +150,7 @@ def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) 
             fail_future(joined, error, devices_of(tensors))
         else:
             joined.set_result(tensors)
+        joined._parts = ()  # they may hold copies of tensors
 
     def note(_: TensorsFuture) -> None:
         nonlocal missing
@@ -411,24 +428,27 @@ class PendingWork(Work):
 class FutureWork(Work):
     """A work that is over when a future is done, for example for a collective and a computation after this collective.
 
-    The future's value is the list of output tensors.
+    The future's value is the list of output tensors. The program has not attached a callback to the future yet.
     """
 
     def __init__(self, future: TensorsFuture, tensors: list[torch.Tensor], describe: Callable[[], str]) -> None:
         self._future = future
         self._tensors = tensors
         self._describe = describe
+        self._is_over = is_over = threading.Event()
+        # The program does not have the future yet, so this is its first callback: `wait` must not wait for callbacks of the
+        # program. (On CUDA, a callback of a future that is done would make a further stream wait for the future.)
+        if not future.done():
+            future.add_done_callback(lambda _: is_over.set())
 
     @override
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        if timeout is not None:
-            timeout_s = seconds(timeout)
-            # The `wait` of a future has no time limit, so wait for an event first.
-            _prepare_to_block(self._future.done)
-            done = threading.Event()
-            self._future.add_done_callback(lambda _: done.set())
-            if not done.wait(timeout_s):
-                raise CollectiveTimeout(f"{self._describe()} did not finish within the {timeout_s:g} s timeout given to wait()")
+        timeout_s = None if timeout is None else seconds(timeout)
+        if isinstance(self._future, GroupFuture):
+            self._future.prepare_to_block()
+        # The `wait` of a future has no time limit, and does not end at Ctrl-C, so wait for the event first.
+        if not (self._future.done() or self._is_over.wait(timeout_s)):
+            raise CollectiveTimeout(f"{self._describe()} did not finish within the {timeout_s:g} s timeout given to wait()")
         self._future.wait()
         return True
 

@@ -17,7 +17,7 @@ from typing_extensions import ParamSpec, override
 
 from ..errors import MisuseError
 from ..forks import in_forks
-from ..work import Devices, GroupFuture, before_blocking
+from ..work import Devices, GroupFuture
 from .cancel_scope import start_thread
 from .living_set import LivingSet
 
@@ -48,7 +48,9 @@ class Queue:
     3. A task issued *from a callback of a running task* runs at once, inside the callback. So the callback may wait for this
        task.
     4. If a callback waits for a queued task, or for a future that depends on this task, the callback's thread runs the queue up
-       to this task (`run_until`). This does not work for futures that torch makes, such as `torch.futures.collect_all`.
+       to this task (`run_until`), and no further: later tasks must not come before calls that the callback issues next. A wait
+       for anything else, such as a send or a call of another group, runs no task. This does not work for futures that torch
+       makes, such as `torch.futures.collect_all`.
     5. If a thread outside of callbacks waits for a task while the turn is free, this thread runs the queue up to this task
        (`help`), because waking another thread takes longer than a small collective. Callbacks may want a lock that the waiting
        thread holds. So the thread hands them over to the queue's thread (`hand_over`), which runs them before all queued tasks.
@@ -68,7 +70,8 @@ class Queue:
     refuses calls from late callbacks. All ranks decide alike, because only counts of calls matter.
 
     If the program has already waited for the work, the callback runs at once on every rank, and is not late. The queue also
-    guards callbacks of the futures that `then` returns, but not of futures that torch makes.
+    guards callbacks of the futures that `then` returns, and of calls that consist of several calls, such as coalesced calls. It
+    does not guard callbacks of futures that torch makes.
 
     Attributes:
         issued: how many calls were issued outside of callbacks.
@@ -389,8 +392,19 @@ class GuardedFuture(GroupFuture):
         super().add_done_callback(self._queue.guard(callback, self._number, was_waited_for=self.was_waited_for))
 
     @override
-    def _following(self) -> GuardedFuture:
-        return GuardedFuture(self._queue, self._number, self._devices)
+    def _following(self, devices: Devices) -> GuardedFuture:
+        following = GuardedFuture(self._queue, self._number, devices)
+        following.was_waited_for = self.was_waited_for  # so this future is done, and the new one is done at once
+        return following
+
+    @override
+    def _run_queue_here(self) -> None:
+        # Run the queue only up to the last part. Parts of other groups may end later.
+        if self._parts:
+            super()._run_queue_here()
+        # In a callback, only this thread can run the queued call of this future. See point 4 of Note [One total order].
+        elif self._queue.is_running_here():
+            self._queue.run_until(self.done)
 
 
 # A daemon thread that is inside torch when the interpreter shuts down crashes the process. So every thread gets a little time
@@ -417,18 +431,5 @@ def finish_all() -> None:
         queue.stop()
         queue.join(_EXIT_S)
 
-
-def _run_queues_here(is_done: Callable[[], bool]) -> None:
-    """If this thread runs a callback, run the queued tasks of the callback's group until `is_done()` is true.
-
-    A future calls this function before it blocks. See point 4 of Note [One total order].
-    """
-    # The future may belong to another group, so ask all queues.
-    for queue in _started:
-        if queue.is_running_here():
-            queue.run_until(is_done)
-
-
-before_blocking.append(_run_queues_here)
 
 in_forks(_started.clear)

@@ -11,7 +11,7 @@ import torch
 from ..engine.call import tensor_in_words
 from ..health.statements import Statements, different_calls
 from ..reduce_op import PremulSum, ReduceOp, Reduction, divide
-from ..work import FinishedWork, FutureWork, TensorsFuture, Work, devices_of, fail_future, new_future
+from ..work import FinishedWork, FutureWork, TensorsFuture, Work, devices_of, fail_future, following_future
 from .layout import writing
 from .reduction import accumulation_dtype
 
@@ -84,7 +84,8 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
         gather_elements()
         return FinishedWork([tensor])
 
-    future = new_future([tensor])
+    gathered = group.all_gather(heads, head, async_op=True).get_future()
+    future = following_future(gathered, [tensor])
 
     def finish(done: TensorsFuture) -> None:
         # torch's `then` would keep only the text of an error.
@@ -96,7 +97,7 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
         else:
             future.set_result([tensor])
 
-    group.all_gather(heads, head, async_op=True).get_future().add_done_callback(finish)
+    gathered.add_done_callback(finish)
     work = FutureWork(future, [tensor], lambda: f"all_reduce of a sparse tensor on {group.place()}")
     if not async_op:
         work.wait()
