@@ -204,6 +204,18 @@ def test_errors_of_callbacks_keep_their_type() -> None:
         FinishedWork([]).get_future().then(callback).then(lambda done: done.value()).wait()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
+def test_a_callback_that_an_interrupt_ends_completes_its_future(error: BaseException) -> None:
+    def callback(done: object) -> None:
+        raise error
+
+    last = FinishedWork([]).get_future().then(callback)
+    assert last.done()
+    with pytest.raises(TransportError, match=r"^(KeyboardInterrupt|SystemExit: 3)$") as caught:
+        last.wait()
+    assert caught.value.__cause__ is error
+
+
 def test_what_a_callback_returns_reaches_the_next() -> None:
     work = pending(torch.ones(1))
     last = work.get_future().then(lambda done: done.value()[0] + 1).then(lambda done: done.value() * 2)

@@ -12,7 +12,7 @@ from .startup.settings import AlgorithmThresholds
 from .tensors.checks import is_list
 from .tensors.layout import bytes_of, in_plain_order, mark_written, overlaps_itself
 from .torch_internals import copy_each, disable_dynamo, disable_dynamo_here
-from .work import future_for_torch
+from .work import fail_future, future_for_torch
 
 __all__ = [
     "DEFAULT_BUFFER_BYTES",
@@ -29,6 +29,7 @@ __all__ = [
     "copy_each",
     "disable_dynamo",
     "disable_dynamo_here",
+    "fail_future",
     "future_for_torch",
     "in_plain_order",
     "is_list",

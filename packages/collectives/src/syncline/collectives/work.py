@@ -79,7 +79,8 @@ class GroupFuture(AnyFuture):
         def run(done: Any) -> None:
             try:
                 following.set_result(callback(done))
-            except Exception as error:  # noqa: BLE001 - whoever waits for the future gets the error
+            # Also Ctrl-C: torch would only print it, and nobody else completes the future.
+            except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets the error
                 fail_future(following, error, self._devices)
 
         self.add_done_callback(run)
@@ -110,7 +111,7 @@ def fail_future(future: AnyFuture, error: BaseException, devices: Devices) -> No
     `TransportError` with the error as its `__cause__`.
     """
     if not isinstance(error, Exception) or (devices and not _can_be_pickled(error)):
-        named = TransportError(f"{type(error).__name__}: {error}")
+        named = TransportError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
         named.__cause__ = error
         error = named
     future.set_exception(error)
@@ -146,7 +147,7 @@ def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) 
             for future in futures:
                 # The future is done, so this does not block. On CUDA it orders the current stream after the collective.
                 _wait_as_torch_does(future)
-        except Exception as error:  # noqa: BLE001 - whoever waits for the future gets the error
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets the error
             fail_future(joined, error, devices_of(tensors))
         else:
             joined.set_result(tensors)

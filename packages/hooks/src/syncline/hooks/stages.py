@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from syncline.collectives import MisuseError, ProcessGroup, Work
+from syncline.collectives.internal import fail_future
 
 from .contract import Bucket, TensorFuture
 
@@ -91,7 +92,7 @@ class Pipeline:
 
     def _drop_stale(self) -> None:
         for entry in self._pending:
-            _fail(entry.future, MisuseError("the backward that issued this bucket ended before its last bucket"))
+            fail_future(entry.future, MisuseError("the backward that issued this bucket ended before its last bucket"), None)
         self._pending = []
 
 
@@ -111,7 +112,7 @@ class _Pending:
         except StopIteration as end:
             self.future.set_result(end.value)
         except Exception as error:  # noqa: BLE001 - whoever waits for the bucket gets the error
-            _fail(self.future, error)
+            fail_future(self.future, error, None)
 
 
 def _chained(stages: Stages, first: Work, future: TensorFuture) -> None:
@@ -121,16 +122,13 @@ def _chained(stages: Stages, first: Work, future: TensorFuture) -> None:
             work = next(stages)
         except StopIteration as end:
             future.set_result(end.value)
-        except Exception as error:  # noqa: BLE001 - whoever waits for the bucket gets the error
-            _fail(future, error)
+        # Also Ctrl-C: torch would only print it, and nobody else completes the future.
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the bucket gets the error
+            fail_future(future, error, None)
         else:
             work.get_future().add_done_callback(advance)
 
     first.get_future().add_done_callback(advance)
-
-
-def _fail(future: TensorFuture, error: Exception) -> None:
-    future.set_exception(error)  # type: ignore[arg-type]  # torch says "result: T"
 
 
 def _future_on(tensor: torch.Tensor) -> TensorFuture:

@@ -92,7 +92,7 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
         try:
             done.value()
             gather_elements()
-        except Exception as error:  # noqa: BLE001 - the future's waiters must get it
+        except BaseException as error:  # noqa: BLE001 - the future's waiters must get it
             fail_future(future, error, devices_of([tensor]))
         else:
             future.set_result([tensor])
