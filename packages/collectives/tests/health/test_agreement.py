@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp
+from syncline.collectives import DisagreementError, MisuseError, ProcessGroup, ReduceOp
 from syncline.collectives.engine.call import Call, Signature
 from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.host_group import HostGroup
@@ -202,3 +202,19 @@ def test_one_text_is_compared_with_all_ranks(size: int) -> None:
         }
 
     run_ranks(size, body)
+
+
+def test_a_callback_that_is_attached_after_a_comparison_is_late() -> None:
+    def body(group: ProcessGroup) -> None:
+        work = group.all_reduce(torch.ones(3), async_op=True)
+        comparison = group.agree_on_calls(async_op=True)
+        assert comparison is not None
+        if group.rank == 1:
+            comparison.wait()  # on this rank the callback runs after the comparison, on the other rank maybe before it
+        with pytest.raises(MisuseError, match="in a late callback"):
+            work.get_future().then(lambda _: group.broadcast(torch.ones(1))).wait()
+        comparison.wait()
+        group.barrier()
+        group.close()
+
+    on_ranks(2, body)

@@ -329,6 +329,8 @@ class HostGroup(EngineGroup):
         # A group of one has nobody to compare with. Every other group without a history compares each call before it runs.
         if not self._compares_later:
             return None
+        # The call has no number in the history, but all ranks issue it. So a callback that is attached after it is late.
+        self._queue.issue("agree_on_calls", self.place)
         return self._start(
             Signature("agree_on_calls"), (), (), lambda call: self._agreed.same_history(call.scope), async_op, is_numbered=False
         )
