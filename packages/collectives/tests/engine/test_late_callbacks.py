@@ -345,8 +345,13 @@ def test_a_callback_that_waits_for_something_else_runs_no_later_call(elsewhere) 
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize(
+    "wait",
+    [lambda barrier: barrier.wait(), lambda barrier: barrier.get_future().then(lambda _: None).wait()],
+    ids=["wait", "then"],
+)
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_callback_may_wait_for_a_call_of_several_groups_and_runs_only_the_part_of_its_own_group(is_first: bool) -> None:
+def test_a_callback_may_wait_for_a_call_of_several_groups_and_runs_only_the_part_of_its_own_group(is_first: bool, wait) -> None:
     def body(group: ProcessGroup) -> None:
         other = group.split(0)
         assert other is not None
@@ -356,7 +361,7 @@ def test_a_callback_may_wait_for_a_call_of_several_groups_and_runs_only_the_part
 
         def callback(_: object) -> None:
             threading.Timer(0.1, others_turn.set).start()  # the part of the other group ends last
-            barrier.wait()
+            wait(barrier)
             found.append(later.is_completed())
 
         issue(group).get_future().add_done_callback(callback)

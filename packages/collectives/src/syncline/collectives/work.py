@@ -75,8 +75,10 @@ class GroupFuture(AnyFuture):
     @override
     def then(self, callback: Callable[[Any], Any]) -> Any:
         following = self._following(self._devices)
+        following._parts = self._parts  # a wait for the new future needs the same parts
 
         def run(done: Any) -> None:
+            following._parts = ()
             try:
                 following.set_result(callback(done))
             # Also Ctrl-C: torch would only print it, and nobody else completes the future.
