@@ -110,7 +110,7 @@ class TorchSideWork(dist.Work):
         self.ours = ours
         self._timeout_s = timeout_s
         self._on_asked = on_asked
-        self._given: AnyFuture | None = None  # the future for torch's C++ code
+        self._given: AnyFuture | None = None  # the first future for torch's C++ code
 
     @disable_dynamo
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -119,7 +119,8 @@ class TorchSideWork(dist.Work):
         limit_s = time_limit_s(timeout)
         self.ours.wait(self._timeout_s if limit_s is None else limit_s)
         # A callback of our future completes the future that the program has. Wait for it, as `PendingWork.wait` does. But in a
-        # callback do not wait: this thread may have to complete the future itself, after the callback.
+        # callback do not wait: this thread may have to complete the future itself, after the callback. And do not wait for the
+        # program's later futures: the callbacks of the first one run before those are done.
         if self._given is not None and not self._given.done() and not a_queue_runs_here():
             self._given.wait()
         return True
@@ -173,9 +174,10 @@ class TorchSideWork(dist.Work):
         # A callback that runs on our queue's thread may wait for the future. This works only with futures of our own class.
         if a_queue_runs_here():
             return future
-        if self._given is None:
-            self._given = future_for_torch(future, self.ours.result())
-        return self._given
+        # Each is made anew, so that our future sees whether a callback is late; see Note [Late callbacks].
+        given = future_for_torch(future, self.ours.result())
+        self._given = given if self._given is None else self._given
+        return given
 
     def _asked(self) -> None:
         on_asked, self._on_asked = self._on_asked, None
