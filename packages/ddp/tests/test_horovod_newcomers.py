@@ -1,12 +1,14 @@
-"""`hvd.elastic.run` with newcomers whose first sync fails: they do not train from a state of their own. Ranks are processes."""
+"""`hvd.elastic.run` with newcomers: the first sync may fail, and optimizers may be older. Ranks are processes."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from syncline.collectives import StoreError
 from syncline.collectives.testing.processes import run_processes
@@ -17,6 +19,7 @@ from test_support.jobs import LIMIT_S
 pytestmark = pytest.mark.launch
 
 JOB = Path(__file__).with_name("horovod_newcomers_job.py")
+ADMISSION_JOB = JOB.with_name("horovod_admission_job.py")
 
 
 def results(folder: Path, processes: int, moment: str) -> list[str]:
@@ -59,3 +62,21 @@ def test_a_look_at_the_store_that_fails_ends_no_training(
     with pytest.raises(elastic.HostsUpdatedInterrupt):
         state.commit()
     group.close()
+
+
+@pytest.mark.parametrize("place", ["in the training function", "in a reset callback"])
+def test_newcomers_may_come_where_optimizers_were_made_before(tmp_path: Path, place: str) -> None:
+    (tmp_path / "place").write_text(place)
+    run_processes(ADMISSION_JOB, 3, tmp_path, timeout_s=LIMIT_S)
+    found = [(tmp_path / f"result-{number}").read_text() for number in range(3)]
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    # Two steps with each number of ranks. Rank r's gradient of each weight is 2 (r + 1), and 2 for the bias.
+    for ranks in (1, 2, 3):
+        for parameter, gradient in ((model.weight, 1.0 + ranks), (model.bias, 2.0)):
+            for _ in range(2):
+                parameter.data -= 0.01 * torch.full_like(parameter, gradient)
+    assert len(set(found)) == 1, found
+    weight, bias = ast.literal_eval(found[0])
+    torch.testing.assert_close(torch.tensor(weight), model.weight.data)
+    torch.testing.assert_close(torch.tensor(bias), model.bias.data)

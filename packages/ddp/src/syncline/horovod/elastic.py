@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 import logging
 import random
@@ -60,13 +61,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
         # If this process joins a training that is under way, wait until the group lets it in.
         is_new = world().group.is_waiting  # until its first `sync`, this process does not have the state of the training
         if is_new:
-            try:
-                _go_on(world().group.admit(silence_timeout_s=_GIVE_UP_S))
-            except TransportError as error:
-                # This process was not let in, so it has no group to recover.
-                if world().group.is_waiting:
-                    raise
-                _recover(error)  # a rank was lost after this process was let in
+            _change_ranks(lambda: world().group.admit(silence_timeout_s=_GIVE_UP_S))
             state.on_reset()
         lack = world().group.missing_for_shrink()
         if lack is not None and world().group.size > 1:
@@ -75,49 +70,55 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
             group = world().group
             group.expect_losses(lack is None)
             try:
-                # A new process may be rank 0, if the ranks before it were lost during its first `sync`.
-                state.root_rank = rank_with_state(allgather_object(None if is_new else 0))
-                state.sync()
-                is_new = False
-                return func(state, *args, **kwargs)
-            except TransportError as error:
-                # The group cannot go on without the lost rank, so the error ends the training.
-                if lack is not None:
-                    raise
-                logger.info("rank lost or out of reach: %s", error)
-                _recover(error)
-                state.restore()
-            except HostsUpdatedInterrupt:
                 try:
-                    _go_on(world().group.admit())
-                # A rank was lost while the group admitted new processes.
+                    # A new process may be rank 0, if the ranks before it were lost during its first `sync`.
+                    state.root_rank = rank_with_state(allgather_object(None if is_new else 0))
+                    state.sync()
+                    is_new = False
+                    return func(state, *args, **kwargs)
                 except TransportError as error:
-                    _recover(error)
+                    # The group cannot go on without the lost rank, or the recovery cannot help this rank.
+                    if lack is not None or isinstance(error, NO_RECOVERY):
+                        raise
+                    logger.info("rank lost or out of reach: %s", error)
+                    is_lost = True
+                except HostsUpdatedInterrupt:
+                    is_lost = False
+                # Not in the except blocks: there the exception still holds the variables of `func`, such as an optimizer.
+                _change_ranks(group.shrink if is_lost else group.admit)
             finally:
                 group.expect_losses(False)
+            if is_lost:
+                state.restore()
             logger.info("went on with %d rank(s)", size())
             state.on_reset()
 
     return wrapper
 
 
-def _recover(error: TransportError) -> None:
+def _change_ranks(make: Callable[[], ProcessGroup]) -> None:
+    """Go on with the group that `make` returns. If a rank is lost meanwhile, go on without this rank."""
     began_s = time.perf_counter()
     while True:
-        if isinstance(error, NO_RECOVERY) or time.perf_counter() - began_s > _GIVE_UP_S:
-            raise error
         try:
-            _go_on(world().group.shrink())
-        except TransportError as again:
-            error = again
+            _go_on(make())
+        except TransportError as error:
+            # If a new process was not let in, it has no group to recover.
+            is_outside = world().group.is_waiting
+            if is_outside or isinstance(error, NO_RECOVERY) or time.perf_counter() - began_s > _GIVE_UP_S:
+                raise
         else:
             return
+        make = world().group.shrink
 
 
 def _go_on(group: ProcessGroup) -> None:
-    # The calls below communicate. If a rank is lost meanwhile, `_recover` must shrink the new group, not the old one.
+    # The calls below communicate. If a rank is lost meanwhile, `_change_ranks` must shrink the new group, not the old one.
     old, world().group = world().group, group
     replace_default_group(old, group)
+    # Each rank must have the same optimizers now, so collect those that the last call of `func` has left behind. For example, a
+    # learning rate scheduler makes a cycle of references that includes its optimizer.
+    gc.collect()
     replace_world(group)
 
 
@@ -233,10 +234,11 @@ class TorchState(ObjectState):
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
         things = {"model": model, "optimizer": optimizer, **kwargs}
-        self._kept = {name: thing for name, thing in things.items() if _has_state(thing)}
+        # Only the names: the script may replace an object, and then drops the old one.
+        self._kept = [name for name, thing in things.items() if _has_state(thing)]
         self._snapshots: dict[str, Any] = {}
-        for name, thing in self._kept.items():
-            setattr(self, name, thing)
+        for name in self._kept:
+            setattr(self, name, things[name])
         super().__init__(**{name: thing for name, thing in things.items() if name not in self._kept})
         self._save_kept()
 

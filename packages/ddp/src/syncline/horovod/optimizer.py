@@ -250,13 +250,17 @@ class _Distributed:
 # ---- gradients, during backward ----
 
 
-# All optimizers of this process, also deleted ones, each with whether it combines the gradients of all ranks. These optimizers
-# have the same order on all ranks. Those of an added process set may exist on some ranks only.
+# All optimizers of this process, each with whether it combines the gradients of all ranks. These optimizers have the same order
+# on all ranks. Those of an added process set may exist on some ranks only. Deleted optimizers stay in the list until
+# `elastic.run` changes the ranks.
 _made: list[tuple[weakref.ref[_GradientCombining], bool]] = []
 
 
 @call_with_each_world
-def _enter_world() -> None:
+def _enter_world(has_newcomers: bool) -> None:
+    # A new process has no deleted optimizers, so no rank may count them.
+    if has_newcomers:
+        _made[:] = [entry for entry in _made if entry[0]() is not None]
     for reference, is_of_all_ranks in _made:
         combining = reference()
         if combining is not None:

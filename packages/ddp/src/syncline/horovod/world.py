@@ -52,13 +52,14 @@ class World:
 
 
 _world: World | None = None
-_callbacks: list[Callable[[], None]] = []
+_callbacks: list[Callable[[bool], None]] = []
 
 
-def call_with_each_world(callback: Callable[[], None]) -> Callable[[], None]:
+def call_with_each_world(callback: Callable[[bool], None]) -> Callable[[bool], None]:
     """A decorator: call the function after each change of `world()` (in `init`, `replace_world` and `shutdown`).
 
-    When `shutdown` calls the function, `world()` already raises an error, but the old group is still open.
+    The function's argument says whether new processes may be among the ranks, as after `replace_world`. When `shutdown` calls
+    the function, `world()` already raises an error, but the old group is still open.
     """
     _callbacks.append(callback)
     return callback
@@ -136,15 +137,15 @@ def replace_world(group: ProcessGroup) -> None:
     old = world()
     for process_set in old.process_sets:
         process_set._invalidate()
-    _set_world(World(group, is_ours=old.is_ours))
+    _set_world(World(group, is_ours=old.is_ours), has_newcomers=True)
 
 
-def _set_world(made: World | None) -> None:
+def _set_world(made: World | None, *, has_newcomers: bool = False) -> None:
     global _world
     _world = made
     global_process_set.ranks = [] if made is None else list(range(made.group.size))
     for callback in _callbacks:
-        callback()
+        callback(has_newcomers)
 
 
 def is_initialized() -> bool:
