@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -568,3 +569,10 @@ def test_no_port_is_opened(listening: tuple[set[str], set[str]]) -> None:
     store = dist.distributed_c10d._get_default_store()
     store.set(f"from {dist.get_rank()}", "here")
     assert store.get(f"from {dist.get_world_size() - 1}") == b"here"
+
+
+def test_split_sizes_may_be_arrays_of_numpy() -> None:
+    size = dist.get_world_size(world())
+    sizes, output = np.ones(size, dtype=np.int64), torch.zeros(size)
+    dist.all_to_all_single(output, torch.arange(float(size)) + 10 * world().rank(), sizes, sizes, group=world())
+    assert output.tolist() == [10.0 * rank + world().rank() for rank in range(size)]

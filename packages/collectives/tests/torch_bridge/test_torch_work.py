@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import CollectiveTimeout, InvalidArgumentError, ProcessGroup, TransportError
+from syncline.collectives import CollectiveTimeout, DisagreementError, InvalidArgumentError, ProcessGroup, TransportError
 from syncline.collectives.internal import message_device
 from syncline.collectives.testing.processes import run_processes
-from syncline.collectives.torch_bridge.torch_group import TorchGroup
+from syncline.collectives.torch_bridge.torch_group import TorchGroup, as_process_group
 from test_support.forked import answer_of, in_fork
 
 JOB = Path(__file__).parent / "leaving_job.py"
@@ -164,3 +166,34 @@ def test_a_fork_refuses_every_call_on_a_group_of_torch_of_its_parent() -> None:
         assert str(text).startswith(f"GroupClosedError: {name} on "), (name, text)
     other.all_reduce(torch.ones(3))
     work.wait()  # the rank goes on
+
+
+def test_a_failed_last_step_is_not_repeated() -> None:
+    groups = two_ranks()
+    for rank, group in enumerate(groups):
+        with group.marked(f"part {rank}"):
+            pass
+    works = [group.agree_on_calls(async_op=True) for group in groups]
+
+    def failure(work: Any) -> str:
+        with pytest.raises(DisagreementError) as caught:
+            work.wait()
+        return str(caught.value)
+
+    with ThreadPoolExecutor() as pool:  # the last step is a collective
+        first = list(pool.map(failure, works))
+    for work, error in zip(works, first, strict=True):
+        assert work is not None
+        assert work.is_completed()
+        assert failure(work) == error
+        assert isinstance(work.exception(), DisagreementError)
+        with pytest.raises(RuntimeError, match="DisagreementError"):  # torch's futures wrap errors
+            work.get_future().wait()
+
+
+def test_a_group_of_torch_keeps_its_time_limit() -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=timedelta(hours=2))
+    try:
+        assert as_process_group(None).timeout_s == 7200.0
+    finally:
+        dist.destroy_process_group()

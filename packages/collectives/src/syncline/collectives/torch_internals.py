@@ -14,6 +14,7 @@ private to torch                    without it
 ``_rendezvous_handlers``            importing ``torch_backend`` after another package took ``mpi://`` is an error of torch
 ``_shutdown_backend``               nothing changes: torch itself asks each group to end (torch 2.7 and newer)
 ``ProcessGroupGloo._Options``       the backend ``gloo`` is an error
+``options._timeout`` of a group     over a group of torch, the time limit of a call is 30 minutes
 ``PythonCallbackWork``              the gathers that torch.compile makes for FSDP cannot run over our groups
 ``_get_tracing_state``              torch.jit.trace makes a program without its collectives
 ``get_proxy_mode``                  a traced program lacks the collectives for which torch has no operator
@@ -126,6 +127,15 @@ def gloo_options(timeout: timedelta, devices: Sequence[object]) -> Any:
     options._timeout = timeout
     options._devices = list(devices)
     return options
+
+
+def timeout_of(group: Any) -> float | None:
+    """Return the longest time limit, in seconds, of the backends of a torch group. None if no limit can be read."""
+    limits_s = []
+    for device in getattr(group, "_device_types", ()):
+        with suppress(AttributeError, RuntimeError):
+            limits_s.append(float(group._get_backend(device).options._timeout.total_seconds()))
+    return max(limits_s, default=None)
 
 
 def registered_creator(name: str) -> Callable[..., Any] | None:

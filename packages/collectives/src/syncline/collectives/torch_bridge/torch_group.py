@@ -23,6 +23,7 @@ from ..health.statements import Statements, different_calls
 from ..reduce_op import BOOL, HALVES, PremulSum, ReduceOp, Reduction, divide
 from ..tensors.layout import bytes_of, flat, in_one_block, in_plain_order, pack, unpack, untracked
 from ..tensors.reduction import core_op, reduce_in_rank_order
+from ..torch_internals import timeout_of
 from ..work import Work
 from .torch_work import TorchRequest, TorchWork, mapped
 
@@ -59,7 +60,7 @@ def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
     """Return a Syncline group for a group of torch.distributed, so that Syncline's functions can use the torch group.
 
     If the torch group has one of Syncline's backends (see `torch_backend`), the result is the Syncline group that carries out
-    the torch group's calls. Otherwise the result is a new `TorchGroup`.
+    the torch group's calls. Otherwise the result is a new `TorchGroup` with the torch group's time limit.
 
     Args:
         torch_group: a group of torch.distributed; None means torch's default group.
@@ -78,7 +79,11 @@ def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
     if not hasattr(torch_group, "rank") or not hasattr(torch_group, "size"):
         raise InvalidArgumentError(f"expected a group of torch.distributed, found {type(torch_group).__name__}")
     ours = getattr(torch_group, "syncline_group", None)
-    return ours if isinstance(ours, ProcessGroup) else TorchGroup(torch_group)
+    return (
+        ours
+        if isinstance(ours, ProcessGroup)
+        else TorchGroup(torch_group, timeout_s=timeout_of(torch_group) or DEFAULT_TIMEOUT_S)
+    )
 
 
 def _ranks_in_default_group(torch_group: Any) -> list[int] | None:

@@ -99,6 +99,7 @@ class TorchWork(Work):
         self._future: TensorsFuture | None = None
         self._done = False
         self._error: BaseException | None = None
+        self._last_step_error: Exception | None = None
         self._fork_count = fork_count()
 
     @override
@@ -112,7 +113,7 @@ class TorchWork(Work):
             with self._lock:
                 future = self._future
                 # Without a future, this thread does the last step.
-                if future is None and not self._done:
+                if future is None:
                     self._do_what_remains()
             # With a future, torch's thread does the last step. Wait for this step, too.
             if future is not None:
@@ -174,17 +175,23 @@ class TorchWork(Work):
 
     def _deliver(self, done: Any) -> list[torch.Tensor]:
         done.value()
-        # A thread that waited before there was a future may have done the last step.
-        if not self._done:
-            self._do_what_remains()
+        self._do_what_remains()
         return self._tensors
 
     def _do_what_remains(self) -> None:
-        if self._finish is not None:
-            with untracked():
-                self._finish()
-        self._finish = self._torch_group = None  # torch's thread must not drop the last reference to the group
-        self._done = True
+        # A thread that waited before there was a future may have done the last step.
+        if not self._done:
+            try:
+                if self._finish is not None:
+                    with untracked():
+                        self._finish()
+            except Exception as error:  # noqa: BLE001 - raised below, in each wait
+                # Never repeat a failed last step: the step may call a collective, which the other ranks do not call again.
+                self._last_step_error = error
+            self._finish = self._torch_group = None  # torch's thread must not drop the last reference to the group
+            self._done = True
+        if self._last_step_error is not None:
+            raise self._last_step_error
 
     def _is_inherited(self) -> bool:
         # A forked child has the object, but not the threads of torch that carry out the work.
@@ -197,7 +204,7 @@ class TorchWork(Work):
     def _completes(self) -> bool:
         try:
             return self.wait()
-        except (CollectiveTimeout, TransportError):
+        except SynclineError:
             # A work that failed is completed, too.
             return True
 
