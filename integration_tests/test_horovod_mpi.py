@@ -1459,3 +1459,73 @@ def test_sync_batch_norm_sees_the_whole_batch() -> None:
         layer(inputs[hvd.rank()]), whole(torch.cat(inputs)).split([2 + r for r in range(hvd.size())])[hvd.rank()]
     )
     torch.testing.assert_close(layer.running_var, whole.running_var)
+
+
+# ---- arguments of other kinds ----
+
+
+class Counted(torch.nn.Linear):
+    """A layer whose state_dict has an object that is not a tensor."""
+
+    number = 0
+
+    def get_extra_state(self) -> int:
+        return self.number
+
+    def set_extra_state(self, state: int) -> None:
+        self.number = state
+
+
+def test_the_state_of_a_training_has_objects_of_the_model() -> None:
+    model = Counted(2, 1)
+    model.number = 5 + hvd.rank()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # tensors only
+    assert model.number == 5 + hvd.rank()
+    state = hvd.elastic.TorchState(model)
+    state.root_rank = hvd.size() - 1
+    state.sync()
+    assert model.number == 5 + hvd.size() - 1
+
+
+def test_broadcast_parameters_refuses_what_it_cannot_send() -> None:
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    for params in (optimizer.state_dict(), {"lr": 0.1}):
+        with pytest.raises(InvalidArgumentError, match="broadcast_optimizer_state"):
+            hvd.broadcast_parameters(params, root_rank=0)
+
+
+def test_process_sets_of_other_kinds_of_ranks() -> None:
+    for ranks in (np.arange(2), [np.int64(1), 0], map(int, "01"), (each for each in (1, 0))):
+        found = hvd.ProcessSet(ranks).ranks
+        assert found == [0, 1]
+        assert all(type(each) is int for each in found)
+    with pytest.raises(InvalidArgumentError, match="list of ranks"):
+        hvd.ProcessSet([0.0])
+
+
+def test_the_number_of_groups_may_be_an_integer_of_numpy() -> None:
+    model, expected = net(), net()
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), groups=np.int64(2))
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+    assert_same(model, train_locally(expected, 2))
+
+
+@pytest.mark.parametrize("splits", [[], torch.tensor([], dtype=torch.int64)], ids=["list", "tensor"])
+def test_alltoall_without_splits_sends_equal_parts(splits: Any) -> None:
+    output, received = hvd.alltoall(torch.arange(hvd.size()) + 10 * hvd.rank(), splits=splits)
+    assert output.tolist() == [10 * rank + hvd.rank() for rank in range(hvd.size())]
+    assert received.tolist() == [1] * hvd.size()
+
+
+def test_adasum_steps_after_synchronize_without_a_warning() -> None:
+    model = net()
+    optimizer = hvd.DistributedOptimizer(sgd(model), op=hvd.Adasum, backward_passes_per_step=3)
+    assert optimizer.backward_passes_per_step == 3
+    loss_of(model, hvd.rank(), 0).backward()
+    optimizer.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()

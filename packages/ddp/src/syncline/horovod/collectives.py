@@ -512,7 +512,8 @@ def _counts_of(splits: torch.Tensor | Sequence[int] | None) -> list[int] | None:
         raise InvalidArgumentError(
             f"expected splits to be integers, one for each rank, found {splits.dtype} of shape {list(splits.shape)}"
         )
-    return [int(count) for count in splits]
+    # As in Horovod, no splits at all means equal parts.
+    return [int(count) for count in splits] or None
 
 
 def _as_splits(received: Sequence[int], like: torch.Tensor | Sequence[int] | None) -> torch.Tensor:

@@ -263,7 +263,7 @@ class TorchState(ObjectState):
         for name in self._kept:
             thing = getattr(self, name)
             if isinstance(thing, torch.nn.Module):
-                broadcast_parameters(thing.state_dict(), self.root_rank)
+                _sync_module(thing, self.root_rank)
             elif isinstance(thing, torch.optim.Optimizer):
                 broadcast_optimizer_state(thing, self.root_rank)
             else:
@@ -274,6 +274,17 @@ class TorchState(ObjectState):
 
     def _save_kept(self) -> None:
         self._snapshots = {name: copy.deepcopy(getattr(self, name).state_dict()) for name in self._kept}
+
+
+def _sync_module(module: torch.nn.Module, root_rank: int) -> None:
+    state = module.state_dict()
+    others = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
+    broadcast_parameters({name: value for name, value in state.items() if name not in others}, root_rank)
+    # Objects from `get_extra_state`. All ranks make this call, because the root decides which objects there are.
+    others = broadcast_object(others, root_rank)
+    if others and rank() != root_rank:
+        state.update(others)
+        module.load_state_dict(state)
 
 
 def _has_state(thing: object) -> bool:

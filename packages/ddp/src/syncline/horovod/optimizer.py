@@ -24,6 +24,7 @@ zeros would be wrong. So with such an `op`, 1 and 2 raise an error on the ranks 
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 import warnings
 import weakref
@@ -126,7 +127,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     named = _named(optimizer, named_parameters)
     combining: _GradientCombining | _StepCombining
     if op is Adasum:
-        combining = _StepCombining(named, compression, process_set)
+        combining = _StepCombining(named, compression, process_set, backward_passes_per_step)
     else:
         combining = _GradientCombining(
             named,
@@ -175,7 +176,6 @@ class _Distributed:
     def synchronize(self) -> None:
         """Combine the gradients in place. A collective: every rank calls this method or `step`."""
         self._combining.synchronize()
-        self._combining.is_synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -383,6 +383,7 @@ class _GradientCombining:
             self._hear()
             self._fill()
         self.forget()
+        self.is_synchronized = True
 
     # ---- during backward ----
 
@@ -689,10 +690,10 @@ def _reduce_bucket(state: tuple[type[Compressor], Op, float], bucket: GradBucket
 class _StepCombining:
     """Each rank steps with its own gradients. Then Adasum combines the changes of the parameters."""
 
-    passes = 1
     is_synchronized = False
 
-    def __init__(self, named: NamedParameters, compression: type[Compressor], process_set: ProcessSet) -> None:
+    def __init__(self, named: NamedParameters, compression: type[Compressor], process_set: ProcessSet, passes: int) -> None:
+        self.passes = passes
         self._parameters = [parameter for _, parameter in named]
         self._compression = compression
         self._process_set = process_set
@@ -778,7 +779,11 @@ def _named(
 
 
 def _checked_groups(groups: int | Sequence[Sequence[torch.Tensor]] | None) -> int | list[list[torch.Tensor]] | None:
-    if groups is None or (isinstance(groups, int) and groups > 0):
+    if groups is None:
+        return None
+    if hasattr(groups, "__index__") and not hasattr(groups, "__len__"):  # also an integer of NumPy
+        groups = operator.index(groups)
+    if isinstance(groups, int) and groups > 0:
         return groups
     if isinstance(groups, int) or not all(isinstance(each, torch.Tensor) for group in groups for each in group):
         raise InvalidArgumentError(f"expected groups to be a number above 0, or lists of parameters, found {groups!r}")

@@ -24,24 +24,39 @@ def broadcast_parameters(
     The tensors are sent in buffers of up to 250 MiB, at most two at a time. (A larger tensor has a buffer of its own.)
 
     Args:
-        params: `model.state_dict()`, `model.named_parameters()`, or tensors. Names and shapes are the same on every rank.
+        params: `model.state_dict()`, `model.named_parameters()`, or tensors. Names and shapes are the same on every rank. The
+            function skips None, and an extra state of a module (`get_extra_state`) that is not a tensor.
         root_rank: the root's rank among all ranks.
         process_set: the ranks that take part.
+
+    Raises:
+        InvalidArgumentError: `params` has other objects, as `optimizer.state_dict()` has.
     """
     if isinstance(params, Mapping):
         # Sort by name, because the order of a dictionary may differ between ranks.
-        tensors = [value for _, value in sorted(params.items())]
+        tensors = [value for name, value in sorted(params.items()) if not is_extra_state(name, value)]
     elif not isinstance(params, torch.Tensor) and hasattr(params, "__iter__"):
         tensors = [each[1] if isinstance(each, tuple) else each for each in params]
     else:
         raise InvalidArgumentError(
             f"expected a state_dict, named parameters or a list of tensors, found {type(params).__name__}"
         )
+    for value in tensors:
+        if not isinstance(value, torch.Tensor) and value is not None:
+            raise InvalidArgumentError(
+                f"expected tensors as params, found {type(value).__name__}; for an optimizer call "
+                "hvd.broadcast_optimizer_state, for other objects call hvd.broadcast_object"
+            )
     _announce_complete(process_set, "broadcast_parameters")
     group = process_set.group()
     dense = [value.detach() for value in tensors if isinstance(value, torch.Tensor)]
     if dense:
         broadcast_coalesced(dense, group=group, root=root_in(group, root_rank))
+
+
+def is_extra_state(name: object, value: object) -> bool:
+    """Whether this entry of a module's `state_dict()` comes from `get_extra_state`, and is not a tensor."""
+    return str(name).endswith("_extra_state") and not isinstance(value, torch.Tensor)
 
 
 def broadcast_optimizer_state(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -220,9 +221,12 @@ class ProcessSet:
             # Before `init`, this rank has no number yet, so `add_process_set` finds the ranks.
             self.ranks: list[int] = []
             return
-        if not isinstance(ranks_or_comm, Iterable) or not all(isinstance(each, int) for each in ranks_or_comm):
-            raise InvalidArgumentError(f"expected a list of ranks, or a communicator of mpi4py, found {ranks_or_comm!r}")
-        self.ranks = sorted(ranks_or_comm)
+        try:
+            self.ranks = sorted(map(operator.index, ranks_or_comm))
+        except TypeError as error:
+            raise InvalidArgumentError(
+                f"expected a list of ranks, or a communicator of mpi4py, found {ranks_or_comm!r}"
+            ) from error
 
     def size(self) -> int | None:
         """The number of ranks; None before the set is added."""
