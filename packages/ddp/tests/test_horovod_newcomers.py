@@ -6,11 +6,12 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from syncline.collectives import StoreError
+from syncline.collectives import StoreError, TransportError
 from syncline.collectives.testing.processes import run_processes
 from syncline.collectives.transports.threads import create_groups
 from syncline.horovod import elastic
@@ -80,3 +81,24 @@ def test_newcomers_may_come_where_optimizers_were_made_before(tmp_path: Path, pl
     weight, bias = ast.literal_eval(found[0])
     torch.testing.assert_close(torch.tensor(weight), model.weight.data)
     torch.testing.assert_close(torch.tensor(bias), model.bias.data)
+
+
+def test_a_newcomer_that_waited_for_a_long_time_also_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, entered = [0.0], []
+    group: Any = SimpleNamespace(is_waiting=False, shrink=lambda: "a group without the lost rank")
+
+    def admit() -> Any:
+        now_s[0] += elastic._GIVE_UP_S  # the training runs to its next commit
+        return "a group with a rank that dies now"
+
+    def go_on(made: Any) -> None:
+        entered.append(made)
+        if len(entered) == 1:
+            now_s[0] += 1.0
+            raise TransportError("a rank is lost")
+
+    monkeypatch.setattr(elastic, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    monkeypatch.setattr(elastic, "world", lambda: SimpleNamespace(group=group))
+    monkeypatch.setattr(elastic, "_go_on", go_on)
+    elastic._change_ranks(admit)
+    assert entered == ["a group with a rank that dies now", "a group without the lost rank"]

@@ -98,14 +98,16 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
 def _change_ranks(make: Callable[[], ProcessGroup]) -> None:
     """Go on with the group that `make` returns. If a rank is lost meanwhile, go on without this rank."""
-    began_s = time.perf_counter()
+    failed_s: float | None = None  # not the beginning: a new process may wait almost as long until it is let in
     while True:
         try:
             _go_on(make())
         except TransportError as error:
+            now_s = time.perf_counter()
+            failed_s = now_s if failed_s is None else failed_s
             # If a new process was not let in, it has no group to recover.
             is_outside = world().group.is_waiting
-            if is_outside or isinstance(error, NO_RECOVERY) or time.perf_counter() - began_s > _GIVE_UP_S:
+            if is_outside or isinstance(error, NO_RECOVERY) or now_s - failed_s > _GIVE_UP_S:
                 raise
         else:
             return
