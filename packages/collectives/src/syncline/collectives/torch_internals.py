@@ -129,13 +129,13 @@ def gloo_options(timeout: timedelta, devices: Sequence[object]) -> Any:
     return options
 
 
-def timeout_of(group: Any) -> float | None:
-    """Return the longest time limit, in seconds, of the backends of a torch group. None if no limit can be read."""
+def timeout_of(group: Any) -> float:
+    """Return the longest time limit, in seconds, of the backends of a torch group. 0 if no limit can be read."""
     limits_s = []
     for device in getattr(group, "_device_types", ()):
         with suppress(AttributeError, RuntimeError):
             limits_s.append(float(group._get_backend(device).options._timeout.total_seconds()))
-    return max(limits_s, default=None)
+    return max(limits_s, default=0.0)
 
 
 def registered_creator(name: str) -> Callable[..., Any] | None:

@@ -60,7 +60,8 @@ def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
     """Return a Syncline group for a group of torch.distributed, so that Syncline's functions can use the torch group.
 
     If the torch group has one of Syncline's backends (see `torch_backend`), the result is the Syncline group that carries out
-    the torch group's calls. Otherwise the result is a new `TorchGroup` with the torch group's time limit.
+    the torch group's calls. Otherwise the result is a new `TorchGroup`. Its time limit is that of the torch group, but at
+    least 30 minutes. torch itself ends a call after a shorter limit.
 
     Args:
         torch_group: a group of torch.distributed; None means torch's default group.
@@ -79,11 +80,10 @@ def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
     if not hasattr(torch_group, "rank") or not hasattr(torch_group, "size"):
         raise InvalidArgumentError(f"expected a group of torch.distributed, found {type(torch_group).__name__}")
     ours = getattr(torch_group, "syncline_group", None)
-    return (
-        ours
-        if isinstance(ours, ProcessGroup)
-        else TorchGroup(torch_group, timeout_s=timeout_of(torch_group) or DEFAULT_TIMEOUT_S)
-    )
+    if isinstance(ours, ProcessGroup):
+        return ours
+    # If torch's limit is shorter, leave it to torch, which does not count the time that a call waits behind earlier calls.
+    return TorchGroup(torch_group, timeout_s=max(timeout_of(torch_group), DEFAULT_TIMEOUT_S))
 
 
 def _ranks_in_default_group(torch_group: Any) -> list[int] | None:
