@@ -73,7 +73,8 @@ def backward_never_ended(what: str, place: str) -> MisuseError:
     """Make the error for a previous backward that has not ended."""
     return MisuseError(
         f"{what} on {place}: the previous backward started to reduce gradients and never ended. Did it raise an error that "
-        "was caught? Gradients of this rank may be incomplete: build the model's wrapper anew, and close or delete this one"
+        "was caught? Gradients of this rank may be incomplete: build the model's wrapper, or the DistributedOptimizer, anew, "
+        "and close or delete this one"
     )
 
 
