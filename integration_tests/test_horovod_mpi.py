@@ -1480,6 +1480,7 @@ def test_the_state_of_a_training_has_objects_of_the_model() -> None:
     model = Counted(2, 1)
     model.number = 5 + hvd.rank()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # tensors only
+    hvd.broadcast_parameters(model.state_dict().items(), root_rank=0)
     assert model.number == 5 + hvd.rank()
     state = hvd.elastic.TorchState(model)
     state.root_rank = hvd.size() - 1

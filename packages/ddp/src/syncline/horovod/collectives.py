@@ -471,7 +471,7 @@ def alltoall(
 
     Args:
         tensor: the rows to send. All dimensions except the first are the same on every rank.
-        splits: the number of rows for each rank. None: all ranks get the same number of rows.
+        splits: the number of rows for each rank. None or empty: all ranks get the same number of rows.
         name: ignored.
         process_set: the ranks that take part.
 

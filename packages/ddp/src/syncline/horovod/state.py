@@ -34,13 +34,14 @@ def broadcast_parameters(
     """
     if isinstance(params, Mapping):
         # Sort by name, because the order of a dictionary may differ between ranks.
-        tensors = [value for name, value in sorted(params.items()) if not is_extra_state(name, value)]
+        entries = sorted(params.items())
     elif not isinstance(params, torch.Tensor) and hasattr(params, "__iter__"):
-        tensors = [each[1] if isinstance(each, tuple) else each for each in params]
+        entries = [each[:2] if isinstance(each, tuple) else ("", each) for each in params]
     else:
         raise InvalidArgumentError(
             f"expected a state_dict, named parameters or a list of tensors, found {type(params).__name__}"
         )
+    tensors = [value for name, value in entries if not is_extra_state(name, value)]
     for value in tensors:
         if not isinstance(value, torch.Tensor) and value is not None:
             raise InvalidArgumentError(
