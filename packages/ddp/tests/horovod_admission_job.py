@@ -1,12 +1,14 @@
 """A process of `test_horovod_newcomers.py`: `horovod_admission_job.py NUMBER COUNT FOLDER`.
 
 Process 0 begins a training alone, and lets each of the others in at another step. The folder's file "place" says where the
-processes make their optimizer. Every process writes the weights with which it ends, or the error.
+processes make their optimizer. If there is a file "loses", process 2 is killed in its first step. Every other process writes the
+weights with which it ends, or the error.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -38,6 +40,8 @@ def rebuild() -> None:
 def train(state: Any) -> None:
     used = made() if place == IN_TRAINING else optimizer
     while state.step < STEPS:
+        if number == 2 and (folder / "loses").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
         used.zero_grad()
         model(torch.ones(2, 3) * (hvd.rank() + 1)).sum().backward()
         used.step()

@@ -65,15 +65,18 @@ def test_a_look_at_the_store_that_fails_ends_no_training(
     group.close()
 
 
+@pytest.mark.parametrize("loses", [False, True])
 @pytest.mark.parametrize("place", ["in the training function", "in a reset callback"])
-def test_newcomers_may_come_where_optimizers_were_made_before(tmp_path: Path, place: str) -> None:
+def test_ranks_may_come_and_go_where_optimizers_were_made_before(tmp_path: Path, place: str, loses: bool) -> None:
     (tmp_path / "place").write_text(place)
-    run_processes(ADMISSION_JOB, 3, tmp_path, timeout_s=LIMIT_S)
-    found = [(tmp_path / f"result-{number}").read_text() for number in range(3)]
+    if loses:
+        (tmp_path / "loses").touch()
+    run_processes(ADMISSION_JOB, 3, tmp_path, killed=frozenset({2} if loses else ()), timeout_s=LIMIT_S)
+    found = [(tmp_path / f"result-{number}").read_text() for number in range(2 if loses else 3)]
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     # Two steps with each number of ranks. Rank r's gradient of each weight is 2 (r + 1), and 2 for the bias.
-    for ranks in (1, 2, 3):
+    for ranks in (1, 2, 2 if loses else 3):
         for parameter, gradient in ((model.weight, 1.0 + ranks), (model.bias, 2.0)):
             for _ in range(2):
                 parameter.data -= 0.01 * torch.full_like(parameter, gradient)

@@ -21,6 +21,7 @@ import itertools
 import logging
 import random
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, TypeVar
 
@@ -82,6 +83,9 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
                         raise
                     logger.info("rank lost or out of reach: %s", error)
                     is_lost = True
+                    # The failed group keeps the error, and the error keeps the variables of `func`, such as an optimizer. Each
+                    # rank must have the same optimizers in the new group.
+                    traceback.clear_frames(error.__traceback__)
                 except HostsUpdatedInterrupt:
                     is_lost = False
                 # Not in the except blocks: there the exception still holds the variables of `func`, such as an optimizer.
