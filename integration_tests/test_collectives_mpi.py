@@ -37,7 +37,7 @@ from syncline.collectives.startup.launch import detect_launch
 from syncline.collectives.startup.mpi_library import CudaAwareness
 from syncline.collectives.startup.registry import load_backend
 from syncline.collectives.testing import CHECKS, Check
-from syncline.collectives.testing.conformance.refusals import after_close
+from syncline.collectives.testing.conformance.endings import ENDINGS
 from test_support.fake_device import FakeDevice, let_the_cpu_play
 
 pytestmark = pytest.mark.mpi
@@ -54,8 +54,9 @@ def test_mpi_conforms(mpi_group: ProcessGroup, check: Check) -> None:
 
 
 @pytest.mark.parametrize("backend", ["mpi", "gloo"])
-def test_close_finishes_what_is_in_flight(backend: str) -> None:
-    after_close(connect(backend))
+@pytest.mark.parametrize("check", ENDINGS.values(), ids=ENDINGS)
+def test_groups_end_in_order(backend: str, check: Check) -> None:
+    check(connect(backend))
 
 
 def test_groups_do_not_disturb_one_another(mpi_group: ProcessGroup) -> None:

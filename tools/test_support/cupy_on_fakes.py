@@ -21,7 +21,12 @@ from syncline.collectives.testing import CHECKS
 from test_support.fake_nccl import FakeCommunicator, FakeNccl, NcclError
 from test_support.fake_nccl_group import run_on_fakes
 
-NOT_OVER_NCCL = ("point_to_point_tags", "point_to_point_any_source", "point_to_point_futures")
+NOT_OVER_NCCL = (
+    "point_to_point_tags",
+    "point_to_point_any_source",
+    "point_to_point_futures",
+    "point_to_point_apart_from_other_calls",
+)
 _INTERNAL_ERROR, _INVALID = 3, 4
 # Each function passes its name and its arguments, by value or by address, to Python, and returns the result.
 SOURCE = r"""

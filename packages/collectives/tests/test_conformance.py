@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import ProcessGroup, ReduceOp, TorchGroup
+from syncline.collectives import ProcessGroup, ReduceOp, TorchGroup, TransportError, premul_sum
 from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.engine.queue import Queue
 from syncline.collectives.tensors.reduction import reduce_in_rank_order
 from syncline.collectives.testing import CHECKS, Check, run_conformance, run_ranks
+from syncline.collectives.testing.conformance import endings
+from syncline.collectives.testing.conformance.endings import ENDINGS
 from syncline.collectives.transports.gloo import GlooTransport
 from syncline.collectives.transports.threads import InProcessTransport, SharedState, create_groups
 from test_support.full_run import cases
@@ -28,6 +31,12 @@ each_check = pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 @pytest.mark.parametrize("size", SIZES)
 @each_check
 def test_in_process(size: int, check: Check) -> None:
+    run_ranks(size, check)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("check", ENDINGS.values(), ids=ENDINGS)
+def test_endings_in_process(size: int, check: Check) -> None:
     run_ranks(size, check)
 
 
@@ -71,6 +80,11 @@ def test_gloo(gloo_threads: GlooThreads, check: Check, request: pytest.FixtureRe
     run_ranks(gloo_threads.size, body)
 
 
+@pytest.mark.parametrize("check", ENDINGS.values(), ids=ENDINGS)
+def test_endings_gloo(gloo_threads: GlooThreads, check: Check, request: pytest.FixtureRequest) -> None:
+    run_ranks(gloo_threads.size, lambda outer: check(gloo_threads.host_group(outer.rank, request.node.nodeid)))
+
+
 WITHOUT_ORDER = {name: check for name, check in CHECKS.items() if not name.startswith(("total_order", "subgroups"))}
 
 
@@ -93,7 +107,7 @@ def test_run_conformance_runs_everything_on_new_groups() -> None:
         return made[-1]
 
     run_conformance(make)
-    assert len(made) == len(CHECKS) + 1
+    assert len(made) == len(CHECKS) + len(ENDINGS)
     assert len({id(group) for group in made}) == len(made)
 
 
@@ -162,11 +176,18 @@ class NarrowHalves(InProcessTransport):
         return None
 
 
-def on_broken(transport: type[InProcessTransport], check: Check, size: int) -> None:
-    shared_state = SharedState(size)
+def on_broken(
+    transport: type[InProcessTransport],
+    check: Check,
+    size: int,
+    *,
+    timeout_s: float = 5,
+    state: type[SharedState] = SharedState,
+) -> None:
+    shared_state = state(size)
 
     def body(outer: ProcessGroup) -> None:
-        group = HostGroup(transport(shared_state, outer.rank), outer.rank, size, timeout_s=5)
+        group = HostGroup(transport(shared_state, outer.rank), outer.rank, size, timeout_s=timeout_s)
         try:
             check(group)
         except BaseException:
@@ -193,6 +214,190 @@ def on_broken(transport: type[InProcessTransport], check: Check, size: int) -> N
 def test_the_suite_sees(transport: type[InProcessTransport], check: str, size: int) -> None:
     with pytest.raises(AssertionError, match=r"expected|ended with other bits|left .* before"):
         on_broken(transport, CHECKS[check], size)
+
+
+Fault = Callable[..., Any]
+
+
+def after(change: Callable[[torch.Tensor, Any], object]) -> Fault:
+    """Change the result of a reduction."""
+
+    def fault(right: Fault, tensor: torch.Tensor, *arguments: Any) -> None:
+        right(tensor, *arguments)
+        change(tensor, arguments[-2])
+
+    return fault
+
+
+def other_op(choose: Callable[[torch.Tensor, Any], Any]) -> Fault:
+    """Carry out another reduction, and return it."""
+
+    def fault(right: Fault, tensor: torch.Tensor, *arguments: Any) -> None:
+        *before, op, call = arguments
+        right(tensor, *before, choose(tensor, op), call)
+
+    return fault
+
+
+def through(narrow: dict[torch.dtype, torch.dtype]) -> Fault:
+    """Carry out a reduction in a narrower dtype."""
+
+    def fault(right: Fault, tensor: torch.Tensor, *arguments: Any) -> None:
+        copy = tensor.to(narrow.get(tensor.dtype, tensor.dtype), copy=True)
+        right(copy, *arguments)
+        tensor.copy_(copy)
+
+    return fault
+
+
+def halves_overflow(right: Fault, tensor: torch.Tensor, block: torch.Tensor, op: Any, call: Any) -> None:
+    is_half = tensor.dtype is torch.float16 and op is ReduceOp.AVG
+    right(tensor, block, ReduceOp.SUM if is_half else op, call)
+    if is_half:
+        tensor.div_(block.numel() // tensor.numel())
+
+
+def factor_afterwards(right: Fault, tensor: torch.Tensor, op: Any, call: Any) -> None:
+    right(tensor, op if isinstance(op, ReduceOp) else ReduceOp.SUM, call)
+    if not isinstance(op, ReduceOp):
+        tensor.mul_(op.factor)
+
+
+def adds_zero(right: Fault, tensor: torch.Tensor, *arguments: Any) -> None:
+    """Lose -0.0 in the tensor that comes first: the result of a gather or scatter."""
+    right(tensor, *arguments)
+    if tensor is not None and tensor.dtype in (torch.float32, torch.float64):
+        tensor.add_(0)
+
+
+def done_too_early(right: Fault, *arguments: Any) -> Any:
+    request = right(*arguments)
+    request.test = lambda: True
+    return request
+
+
+class LatestFirst(SharedState):
+    """Messages with one tag overtake one another."""
+
+    def receive(self, dst, src, tag):
+        with self._condition:
+            self._unreceived[dst].reverse()
+        receive = super().receive(dst, src, tag)
+        with self._condition:
+            self._unreceived[dst].reverse()
+        return receive
+
+
+class Endless(SharedState):
+    """Waits without a time limit."""
+
+    def _wait_for(self, is_true, scope, lack) -> None:
+        self._condition.wait_for(lambda: is_true() or self._aborted)
+        if not is_true():
+            raise TransportError(lack())
+
+
+class BroadcastIsMessages(InProcessTransport):
+    """A program's receive may take the messages."""
+
+    def broadcast(self, tensor, root, call) -> None:
+        if self._rank != root:
+            self.start_recv(tensor, root, 0).wait(call.scope)
+        else:
+            for rank in set(range(self._size)) - {root}:
+                self.start_send(tensor, rank, 0)
+
+
+class EightBitsOfTags(InProcessTransport):
+    def start_send(self, tensor, dst, tag):
+        return super().start_send(tensor, dst, tag & 255)
+
+    def start_recv(self, tensor, src, tag):
+        return super().start_recv(tensor, src, tag & 255)
+
+
+class ComparesNothing(InProcessTransport):
+    def _meet(self, call, value):
+        self._round += 1
+        return self._shared_state.exchange(self._round, self._rank, value, call.scope)
+
+
+EVERY_REDUCTION, EXTREMES = "all_reduce_every_dtype_and_reduction", "all_reduce_extremes"
+EVERY_REDUCE = "reduce_every_root_dtype_and_reduction"
+EVERY_SCATTER = "reduce_scatter_every_dtype_and_reduction"
+#: What is wrong, in which method of the transport, and which check must see it.
+FAULTS: dict[str, tuple[str, Fault, str]] = {
+    "fractions lost": ("all_reduce", after(lambda t, op: t.is_floating_point() and t.round_()), EVERY_REDUCTION),
+    "sign lost": ("all_reduce", after(lambda t, op: op is ReduceOp.SUM and t.dtype.is_signed and t.abs_()), EVERY_REDUCTION),
+    "int64 as int32": ("all_reduce", through({torch.int64: torch.int32}), EVERY_REDUCTION),
+    "float64 as float32": ("all_reduce", through({torch.float64: torch.float32}), EVERY_REDUCTION),
+    "complex128 as complex64": ("all_reduce", through({torch.complex128: torch.complex64}), EVERY_REDUCTION),
+    "float32 as bfloat16": ("all_reduce", through({torch.float32: torch.bfloat16}), EVERY_REDUCTION),
+    "always half": (
+        "all_reduce",
+        other_op(lambda t, op: op if isinstance(op, ReduceOp) else premul_sum(0.5)),
+        EVERY_REDUCTION,
+    ),
+    "factor afterwards": ("all_reduce", factor_afterwards, EXTREMES),
+    "subnormals flushed": (
+        "all_reduce",
+        after(lambda t, op: t.dtype is torch.float32 and t.masked_fill_(t.abs() < 1e-30, 0)),
+        EXTREMES,
+    ),
+    "infinities clamped": (
+        "all_reduce",
+        after(lambda t, op: t.dtype is torch.float32 and t.clamp_(-3e38, 3e38)),
+        EXTREMES,
+    ),
+    "a large count": ("all_reduce", after(lambda t, op: t[2**20 :].zero_()), "all_reduce_large"),
+    "reduce without factor": (
+        "reduce",
+        other_op(lambda t, op: op if isinstance(op, ReduceOp) else ReduceOp.SUM),
+        EVERY_REDUCE,
+    ),
+    "reduce without bits": ("reduce", other_op(lambda t, op: ReduceOp.MAX if op is ReduceOp.BXOR else op), EVERY_REDUCE),
+    "scatter of halves": ("reduce_scatter", halves_overflow, "all_reduce_halves_round_once"),
+    "reduce_scatter without factor": (
+        "reduce_scatter",
+        other_op(lambda t, op: op if isinstance(op, ReduceOp) else ReduceOp.SUM),
+        EVERY_SCATTER,
+    ),
+    "a zero's sign in all_gather": ("all_gather", adds_zero, "all_gather_every_dtype"),
+    "a zero's sign in scatter": ("scatter", adds_zero, "scatter_every_root_and_dtype"),
+    "a zero's sign in all_to_all": ("all_to_all", adds_zero, "all_to_all_lists"),
+    "a zero's sign in broadcast": ("broadcast", adds_zero, "broadcast_every_root_and_dtype"),
+    "over too early": ("start_recv", done_too_early, "point_to_point_apart_from_other_calls"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_suite_sees_wrong_values(fault: str) -> None:
+    name, wrong, check = FAULTS[fault]
+
+    def method(self: Any, *arguments: Any) -> Any:
+        return wrong(getattr(super(Faulty, self), name), *arguments)
+
+    Faulty = type("Faulty", (InProcessTransport,), {name: method})  # noqa: N806 - a class
+    with pytest.raises(AssertionError, match=r"expected .* found"):
+        on_broken(Faulty, CHECKS[check], 3, timeout_s=2)
+
+
+@pytest.mark.parametrize(
+    ("transport", "state", "check", "match"),
+    [
+        (EightBitsOfTags, SharedState, CHECKS["point_to_point_tags"], "message 0 with tag"),
+        (InProcessTransport, LatestFirst, CHECKS["point_to_point_tags"], "message 0"),
+        (BroadcastIsMessages, SharedState, CHECKS["point_to_point_apart_from_other_calls"], "broadcast"),
+        (InProcessTransport, Endless, ENDINGS["ends calls at the time limit"], "still waits"),
+        (ComparesNothing, SharedState, ENDINGS["notices different calls"], "nothing was raised"),
+    ],
+)
+def test_the_suite_sees_wrong_waits(
+    transport: type[InProcessTransport], state: type[SharedState], check: Check, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endings, "_GRACE_S", 0.5)
+    with pytest.raises(Exception, match=match):
+        on_broken(transport, check, 2, timeout_s=2, state=state)
 
 
 class WritesThroughGaps(HostGroup):

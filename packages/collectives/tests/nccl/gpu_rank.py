@@ -25,7 +25,12 @@ from syncline.collectives.transports.nccl.group import NcclGroup
 from test_support.gpu_ranks import choose_gpu, connect
 
 # NCCL has neither tags nor a receive from any rank.
-NOT_OVER_NCCL = ("point_to_point_tags", "point_to_point_any_source", "point_to_point_futures")
+NOT_OVER_NCCL = (
+    "point_to_point_tags",
+    "point_to_point_any_source",
+    "point_to_point_futures",
+    "point_to_point_apart_from_other_calls",
+)
 LONG_CYCLES = 400_000_000
 ACCIDENT = "two_ranks_on_one_gpu_by_accident"
 LOSS = "the_others_go_on"

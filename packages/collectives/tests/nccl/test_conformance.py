@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.collectives.testing import CHECKS
-from syncline.collectives.testing.conformance import refusals
+from syncline.collectives.testing import CHECKS, Check
+from syncline.collectives.testing.conformance.endings import ENDINGS
 from test_support.fake_nccl_group import run_on_fakes
 
 pytestmark = pytest.mark.ranks
 
-HAS_TAGS = ("point_to_point_tags", "point_to_point_any_source", "point_to_point_futures")
+HAS_TAGS = (
+    "point_to_point_tags",
+    "point_to_point_any_source",
+    "point_to_point_futures",
+    "point_to_point_apart_from_other_calls",
+)
 ROUNDS_HALVES_ONCE = "all_reduce_halves_round_once"
 THE_SUITE = [name for name in CHECKS if name not in HAS_TAGS]
 each_size = pytest.mark.parametrize("size", [1, 3])
@@ -31,6 +36,11 @@ def test_reproducible(name: str) -> None:
     run_on_fakes(3, CHECKS[name], reproducible=True, over_host_group=True)
 
 
+# Over NCCL, `wait` does not block, so a later call raises the error of the time limit (`test_failures`).
+ENDS = {name: check for name, check in ENDINGS.items() if "time limit" not in name}
+
+
 @each_size
-def test_refuses_calls_after_close(size: int) -> None:
-    run_on_fakes(size, refusals.after_close)
+@pytest.mark.parametrize("check", ENDS.values(), ids=ENDS)
+def test_endings(size: int, check: Check) -> None:
+    run_on_fakes(size, check)

@@ -369,6 +369,8 @@ class ProcessGroup(ABC):
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, async_op: bool = False) -> Work:
         """Send a tensor to one rank, which calls `recv`.
 
+        Messages with the same receiver, tag, dtype and size arrive in the order in which they were sent.
+
         Args:
             tensor: any shape and dtype. Do not write it before the work has finished.
             dst: another rank in this group.

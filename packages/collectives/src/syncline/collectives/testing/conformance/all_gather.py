@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 
 from ...group import ProcessGroup
-from .values import LAYOUTS, MOVABLE_DTYPES, SAME_SHAPE, Check, Laid, expect, values
+from .values import LARGE_NUMEL, LAYOUTS, MOVABLE_DTYPES, SAME_SHAPE, Check, Laid, bits, expect, values
 
 
 def every_dtype(group: ProcessGroup) -> None:
     """Check that output r holds rank r's values, and that the input does not change."""
     for dtype in MOVABLE_DTYPES:
-        tensor = values((13,), group.rank, dtype)
+        tensor = bits((13,), group.rank, dtype)
         outputs = [torch.zeros(13, dtype=dtype) for _ in range(group.size)]
         group.all_gather(outputs, tensor)
         for rank, output in enumerate(outputs):
-            expect(output, values((13,), rank, dtype), f"all_gather of {dtype}, output {rank}")
-        expect(tensor, values((13,), group.rank, dtype), f"all_gather of {dtype}, input")
+            expect(output, bits((13,), rank, dtype), f"all_gather of {dtype}, output {rank}")
+        expect(tensor, bits((13,), group.rank, dtype), f"all_gather of {dtype}, input")
 
 
 def every_layout(group: ProcessGroup) -> None:
@@ -63,12 +63,12 @@ def input_is_one_of_the_outputs(group: ProcessGroup) -> None:
 
 
 def large(group: ProcessGroup) -> None:
-    """Check tensors of 1,000,001 elements, which are all different."""
-    index = torch.arange(1_000_001, dtype=torch.int64)
+    """Check tensors of `LARGE_NUMEL` elements, which are all different."""
+    index = torch.arange(LARGE_NUMEL, dtype=torch.int64)
     outputs = [torch.empty_like(index) for _ in range(group.size)]
     group.all_gather(outputs, index * group.size + group.rank)
     for rank, output in enumerate(outputs):
-        expect(output, index * group.size + rank, f"1,000,001 int64 of rank {rank}")
+        expect(output, index * group.size + rank, f"{LARGE_NUMEL} int64 of rank {rank}")
 
 
 def lazily_conjugated(group: ProcessGroup) -> None:

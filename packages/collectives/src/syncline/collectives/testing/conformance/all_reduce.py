@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from ...errors import InvalidArgumentError
 from ...group import ProcessGroup
-from ...reduce_op import BOOL, COMPLEX, DTYPES_OF, FLOATS, HALVES, INTEGERS, ReduceOp, Reduction, premul_sum
+from ...reduce_op import COMPLEX, DTYPES_OF, FLOATS, HALVES, ReduceOp, premul_sum
 from .values import (
+    LARGE_NUMEL,
     LAYOUTS,
     MOVABLE_DTYPES,
     SAME_SHAPE,
@@ -22,38 +20,16 @@ from .values import (
     expect,
     expect_equal,
     expect_raises,
+    expect_reduced,
+    in_every_way,
+    random_terms,
     raw,
+    reduction,
     sum_of_terms,
     terms,
 )
 
-_NUMEL = 15
-
-# The value of rank r at index i, as a Python number. The expected result is Python's own reduction over the ranks. With up to
-# eight ranks, sums and products are exact in every floating-point dtype. Small integers may wrap around.
-_ELEMENT: dict[ReduceOp, Callable[[int, int], int]] = {
-    ReduceOp.SUM: lambda rank, index: (rank + 1) * (1 + index % 5),
-    ReduceOp.AVG: lambda rank, index: (rank + 1) * (1 + index % 5),
-    ReduceOp.PRODUCT: lambda rank, index: 2 + (rank + index) % 2,
-    ReduceOp.MIN: lambda rank, index: (5 * rank + 3 * index) % 11,
-    ReduceOp.MAX: lambda rank, index: (5 * rank + 3 * index) % 11,
-    ReduceOp.BAND: lambda rank, index: 127 & ~(1 << (rank + index) % 7),
-    ReduceOp.BOR: lambda rank, index: 1 << (rank + index) % 7,
-    ReduceOp.BXOR: lambda rank, index: (rank + 1) * (index + 3) & 127,
-    ReduceOp.PREMUL_SUM: lambda rank, index: 2 * (rank + 1) * (1 + index % 5),
-}
-_COMBINE: dict[ReduceOp, Callable[[Any, Any], Any]] = {
-    ReduceOp.SUM: operator.add,
-    ReduceOp.AVG: operator.add,
-    ReduceOp.PRODUCT: operator.mul,
-    ReduceOp.MIN: min,
-    ReduceOp.MAX: max,
-    ReduceOp.BAND: operator.and_,
-    ReduceOp.BOR: operator.or_,
-    ReduceOp.BXOR: operator.xor,
-    ReduceOp.PREMUL_SUM: operator.add,
-}
-_FACTOR = 0.5
+_NUMEL = 60
 
 
 def every_dtype_and_reduction(group: ProcessGroup) -> None:
@@ -74,44 +50,13 @@ def every_dtype_and_reduction(group: ProcessGroup) -> None:
     expect_equal(len(computed), sum(map(len, DTYPES_OF.values())), "number of reductions computed")
 
 
-def reduction(op: ReduceOp) -> Reduction:
-    """Return the op itself, or, for PREMUL_SUM, the op with a factor."""
-    return premul_sum(_FACTOR) if op is ReduceOp.PREMUL_SUM else op
-
-
 def _check_cell(group: ProcessGroup, op: ReduceOp, dtype: torch.dtype) -> None:
-    tensor = _tensor([_element(op, dtype, group.rank, index) for index in range(_NUMEL)], dtype)
+    inputs = [random_terms(op, (_NUMEL,), rank, dtype) for rank in range(group.size)]
+    tensor = inputs[group.rank].clone()
     work = group.all_reduce(tensor, reduction(op))
-    expected = [
-        functools.reduce(_COMBINE[op], [_element(op, dtype, rank, index) for rank in range(group.size)])
-        for index in range(_NUMEL)
-    ]
-    if op is ReduceOp.AVG:
-        expected = [int(total / group.size) if dtype in INTEGERS else total / group.size for total in expected]
-    if op is ReduceOp.PREMUL_SUM:
-        expected = [total * _FACTOR for total in expected]
-    what = f"{op.name} of {dtype}"
-    # Adding zero makes every zero positive. In complex products, Python and torch give zeros different signs.
-    found = tensor + 0 if dtype in COMPLEX else tensor
-    expect(found, _tensor(expected, dtype) + 0 if dtype in COMPLEX else _tensor(expected, dtype), what)
+    expect_reduced(tensor, op, inputs, f"{op.name} of {dtype}")
     if work.result()[0] is not tensor:
-        raise CheckError(f"{what}: expected result() to hold the tensor that was handed in, found another")
-
-
-def _element(op: ReduceOp, dtype: torch.dtype, rank: int, index: int) -> Any:
-    number = _ELEMENT[op](rank, index)
-    if dtype in BOOL:
-        # Some indices are true on all ranks but one, others on one rank only. So MIN, MAX and bitwise results all differ.
-        return (rank == index % 3) != (index % 2 == 0)
-    if dtype in COMPLEX:
-        return number * (1 + 2j) if op is not ReduceOp.PRODUCT else 2 * 1j ** ((rank + index) % 4)
-    return number - 5 if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype is not torch.uint8 else number
-
-
-def _tensor(numbers: list[Any], dtype: torch.dtype) -> torch.Tensor:
-    if dtype not in INTEGERS:
-        return torch.tensor(numbers, dtype=dtype)
-    return torch.tensor(numbers, dtype=torch.int64).to(dtype)  # `to` wraps around, as the reduction does
+        raise CheckError(f"{op.name} of {dtype}: expected result() to hold the tensor that was handed in, found another")
 
 
 def every_layout(group: ProcessGroup) -> None:
@@ -133,11 +78,11 @@ def layouts_differ_between_ranks(group: ProcessGroup) -> None:
 
 
 def large(group: ProcessGroup) -> None:
-    """Check tensors of 1,000,001 elements, a number that most numbers of ranks do not divide."""
+    """Check tensors of `LARGE_NUMEL` elements."""
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        tensor = terms((1_000_001,), group.rank, dtype)
+        tensor = terms((LARGE_NUMEL,), group.rank, dtype)
         group.all_reduce(tensor)
-        expect(tensor, sum_of_terms((1_000_001,), group.size, dtype), f"SUM of 1,000,001 {dtype}")
+        expect(tensor, sum_of_terms((LARGE_NUMEL,), group.size, dtype), f"SUM of {LARGE_NUMEL} {dtype}")
 
 
 def same_bits_everywhere(group: ProcessGroup) -> None:
@@ -163,16 +108,33 @@ def _expect_same_everywhere(group: ProcessGroup, tensor: torch.Tensor, what: str
 
 
 def halves_round_once(group: ProcessGroup) -> None:
-    """Check that float16 and bfloat16 are added in float32."""
+    """Check that float16 and bfloat16 are added in float32, also by reduce and reduce_scatter."""
     for dtype, big in ((torch.bfloat16, 256), (torch.float16, 2048)):
         tensor = torch.full((9,), big if group.rank == 0 else 1, dtype=dtype)
-        group.all_reduce(tensor)
         expected = torch.tensor(float(big + group.size - 1)).to(dtype).expand(9)
-        expect(tensor, expected, f"{big} + 1 + 1 + ... in {dtype}")
+        for call, found in in_every_way(group, tensor, ReduceOp.SUM):
+            expect(found, expected, f"{call} of {big} + 1 + 1 + ... in {dtype}")
     for dtype in sorted(HALVES, key=str):
         tensor = torch.full((9,), 57344.0, dtype=dtype)
-        group.all_reduce(tensor, ReduceOp.AVG)
-        expect(tensor, torch.full((9,), 57344.0, dtype=dtype), f"AVG of large {dtype}")
+        for call, found in in_every_way(group, tensor, ReduceOp.AVG):
+            expect(found, tensor, f"{call}, AVG of large {dtype}")
+
+
+def extremes(group: ProcessGroup) -> None:
+    """Check the smallest numbers, infinities, and numbers whose sum is too large without the factor of PREMUL_SUM."""
+    for dtype in sorted(FLOATS, key=str):
+        smallest = torch.zeros(5 * dtype.itemsize, dtype=torch.uint8)
+        smallest[:: dtype.itemsize] = 1  # the last bit of each element
+        tiny = smallest.view(dtype)
+        for call, found in in_every_way(group, tiny * (group.rank == 0), ReduceOp.SUM):
+            expect(found, tiny, f"{call} of the smallest {dtype} and zeros")
+        for op, value in ((ReduceOp.MIN, torch.inf), (ReduceOp.MAX, -torch.inf)):
+            for call, found in in_every_way(group, torch.full((5,), value, dtype=dtype), op):
+                expect(found, torch.full((5,), value, dtype=dtype), f"{call}, {op.name} of {value} in {dtype}")
+        large = torch.full((5,), torch.finfo(dtype).max / 2, dtype=dtype)
+        for call, found in in_every_way(group, large, premul_sum(1 / group.size)):
+            is_right = bool((found.double() / large.double() - 1).abs().amax() < group.size * torch.finfo(dtype).eps)
+            expect_equal(is_right, True, f"{call}, PREMUL_SUM of large {dtype}")
 
 
 def infinities_and_nans(group: ProcessGroup) -> None:
@@ -228,7 +190,7 @@ def lazily_conjugated(group: ProcessGroup) -> None:
 
 def parameters(group: ProcessGroup) -> None:
     """Check that a parameter is reduced like any other tensor, and that autograd does not record it."""
-    for op, factor in ((ReduceOp.SUM, 1.0), (premul_sum(_FACTOR), _FACTOR)):
+    for op, factor in ((ReduceOp.SUM, 1.0), (premul_sum(0.5), 0.5)):
         parameter = torch.nn.Parameter(terms((7,), group.rank))
         group.all_reduce(parameter, op)
         expect(parameter.detach(), sum_of_terms((7,), group.size) * factor, f"{op.name} of a parameter")
@@ -261,6 +223,7 @@ CHECKS: dict[str, Check] = {
     "all_reduce_large": large,
     "all_reduce_same_bits_everywhere": same_bits_everywhere,
     "all_reduce_halves_round_once": halves_round_once,
+    "all_reduce_extremes": extremes,
     "all_reduce_infinities_and_nans": infinities_and_nans,
     "all_reduce_integers_are_averaged_towards_zero": integers_are_averaged_towards_zero,
     "all_reduce_truth_values": truth_values,

@@ -8,11 +8,12 @@ import torch
 
 from ...errors import InvalidArgumentError
 from ...group import ProcessGroup
-from .values import MOVABLE_DTYPES, Check, expect, expect_raises, values
+from .values import MOVABLE_DTYPES, Check, bits, expect, expect_raises, values
 
 
-def _parcel(src: int, dst: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return values(shape, 11 * src + dst, dtype)  # distinct for up to 11 ranks
+def _parcel(src: int, dst: int, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+    number = 11 * src + dst  # distinct for up to 11 ranks
+    return values(shape, number) if dtype is None else bits(shape, number, dtype)
 
 
 def lists(group: ProcessGroup) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from ...errors import InvalidArgumentError
 from ...group import ProcessGroup
-from .values import LAYOUTS, MOVABLE_DTYPES, Check, Laid, expect, expect_equal, expect_raises, values
+from .values import LAYOUTS, MOVABLE_DTYPES, Check, Laid, bits, expect, expect_equal, expect_raises, values
 
 
 def ring(group: ProcessGroup) -> None:
@@ -19,10 +19,10 @@ def ring(group: ProcessGroup) -> None:
     for dtype in MOVABLE_DTYPES:
         tensor = torch.zeros(11, dtype=dtype)
         receiving = group.recv(tensor, left, async_op=True)
-        sending = group.send(values((11,), group.rank, dtype), right, async_op=True)
+        sending = group.send(bits((11,), group.rank, dtype), right, async_op=True)
         receiving.wait()
         sending.wait()
-        expect(tensor, values((11,), left, dtype), f"{dtype} from rank {left}")
+        expect(tensor, bits((11,), left, dtype), f"{dtype} from rank {left}")
         expect_equal(receiving.source_rank(), left, "source rank")
         expect_equal(sending.source_rank(), None, "source rank of a send")
     for layout in LAYOUTS:
@@ -46,25 +46,56 @@ def both_send_first(group: ProcessGroup) -> None:
 
 
 def tags(group: ProcessGroup) -> None:
-    """Check that a receive gets the message with its tag, even if a message with another tag was sent first.
+    """Check that a receive, also from any rank, gets the oldest message with its tag, whatever else was sent earlier.
 
     A sender passes one of the tags as an integer of 8 bits, with which a comparison with a large number overflows.
     """
+    if group.size == 1:
+        return
+    left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
     narrow: int = torch.tensor(8, dtype=torch.uint8)  # type: ignore[assignment]
-    if group.rank == 0:
-        for peer in range(1, group.size):
-            second, first = torch.zeros(3), torch.zeros(3)
-            group.recv(second, peer, tag=8)
-            group.recv(first, peer, tag=7)
-            expect(first, values((3,), peer), "tag 7")
-            expect(second, values((3,), peer + 10), "tag 8")
-    else:
+    given: list[int] = [0, 7, narrow, 7 + 2**8, 7 + 2**12, 31_999]
+    for source in (left, None):
         works = [
-            group.send(values((3,), group.rank), 0, tag=7, async_op=True),
-            group.send(values((3,), group.rank + 10), 0, tag=narrow, async_op=True),
+            group.send(values((3,), group.rank + 10 * number + int(tag)), right, tag, async_op=True)
+            for number in range(3)
+            for tag in given
         ]
+        group.barrier()  # all messages have been sent, so a receive could take any of them
+        for tag in map(int, reversed(given)):
+            for number in range(3):
+                tensor = torch.zeros(3)
+                group.recv(tensor, source, tag)
+                expect(tensor, values((3,), left + 10 * number + tag), f"message {number} with tag {tag}")
         for work in works:
             work.wait()
+
+
+def apart_from_other_calls(group: ProcessGroup) -> None:
+    """Check that a receive in flight gets nothing from a collective or another group, and ends only with its message."""
+    if group.size == 1:
+        return
+    left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+    received = torch.zeros(13)
+    receiving = group.recv(received, left, async_op=True)
+    for root in range(group.size):
+        tensor = values((13,), group.rank + 1)
+        group.broadcast(tensor, root)
+        expect(tensor, values((13,), root + 1), "broadcast during a receive")
+    part = group.split(0) if group.can_split else None
+    if part is not None:
+        tensor = torch.zeros(13)
+        sending = part.send(values((13,), group.rank + 20), right, async_op=True)
+        part.recv(tensor, left)
+        sending.wait()
+        expect(tensor, values((13,), left + 20), "message in another group")
+        part.close()
+    expect_equal(receiving.is_completed(), False, "is_completed() of a receive before its message")
+    group.barrier()  # no rank sends earlier
+    sending = group.send(values((13,), group.rank), right, async_op=True)
+    receiving.wait()
+    sending.wait()
+    expect(received, values((13,), left), "message after other calls")
 
 
 def tracked(group: ProcessGroup) -> None:
@@ -131,6 +162,7 @@ CHECKS: dict[str, Check] = {
     "point_to_point_ring": ring,
     "point_to_point_both_send_first": both_send_first,
     "point_to_point_tags": tags,
+    "point_to_point_apart_from_other_calls": apart_from_other_calls,
     "point_to_point_tracked": tracked,
     "point_to_point_any_source": any_source,
     "point_to_point_futures": futures,

@@ -6,20 +6,39 @@ import torch
 
 from ...group import ProcessGroup
 from ...reduce_op import DTYPES_OF, ReduceOp
-from .values import LAYOUTS, MOVABLE_DTYPES, Check, Laid, expect, expect_equal, sum_of_terms, terms, values
+from .values import (
+    LAYOUTS,
+    MOVABLE_DTYPES,
+    Check,
+    Laid,
+    bits,
+    expect,
+    expect_equal,
+    expect_reduced,
+    random_terms,
+    reduction,
+    sum_of_terms,
+    terms,
+    values,
+)
 
 
-def reduce_every_root_and_dtype(group: ProcessGroup) -> None:
-    """Check that the root gets the sum, and that the tensors of other ranks do not change."""
+def reduce_every_root_dtype_and_reduction(group: ProcessGroup) -> None:
+    """Check that the root gets the result, and that the tensors of other ranks do not change."""
     reduced = set()
-    for root in range(group.size):
-        for dtype in sorted(DTYPES_OF[ReduceOp.SUM], key=str):
-            tensor = terms((13,), group.rank, dtype)
-            group.reduce(tensor, root)
-            expected = sum_of_terms((13,), group.size, dtype) if group.rank == root else terms((13,), group.rank, dtype)
-            expect(tensor, expected, f"reduce of {dtype} to rank {root}")
-            reduced.add((root, dtype))
-    expect_equal(len(reduced), group.size * len(DTYPES_OF[ReduceOp.SUM]), "number of reductions")
+    for op in ReduceOp:
+        for dtype in sorted(DTYPES_OF[op], key=str):
+            inputs = [random_terms(op, (13,), rank, dtype) for rank in range(group.size)]
+            for root in range(group.size):
+                tensor = inputs[group.rank].clone()
+                group.reduce(tensor, root, reduction(op))
+                what = f"reduce {op.name} of {dtype} to rank {root}"
+                if group.rank == root:
+                    expect_reduced(tensor, op, inputs, what)
+                else:
+                    expect(tensor, inputs[group.rank], f"{what}, on rank {group.rank}")
+                reduced.add((root, op, dtype))
+    expect_equal(len(reduced), group.size * sum(map(len, DTYPES_OF.values())), "number of reductions")
 
 
 def reduce_every_layout(group: ProcessGroup) -> None:
@@ -36,9 +55,9 @@ def gather_every_root_and_dtype(group: ProcessGroup) -> None:
     for root in range(group.size):
         for dtype in MOVABLE_DTYPES:
             outputs = [torch.zeros(13, dtype=dtype) for _ in range(group.size)] if group.rank == root else None
-            group.gather(values((13,), group.rank, dtype), outputs, root)
+            group.gather(bits((13,), group.rank, dtype), outputs, root)
             for rank, output in enumerate(outputs or ()):
-                expect(output, values((13,), rank, dtype), f"gather of {dtype} to rank {root}, output {rank}")
+                expect(output, bits((13,), rank, dtype), f"gather of {dtype} to rank {root}, output {rank}")
 
 
 def gather_every_layout(group: ProcessGroup) -> None:
@@ -56,10 +75,10 @@ def scatter_every_root_and_dtype(group: ProcessGroup) -> None:
     """Check that rank r gets entry r of the root's list."""
     for root in range(group.size):
         for dtype in MOVABLE_DTYPES:
-            entries = [values((13,), 2 * root + rank, dtype) for rank in range(group.size)]
+            entries = [bits((13,), 2 * root + rank, dtype) for rank in range(group.size)]
             tensor = torch.zeros(13, dtype=dtype)
             group.scatter(tensor, entries if group.rank == root else None, root)
-            expect(tensor, values((13,), 2 * root + group.rank, dtype), f"scatter of {dtype} from rank {root}")
+            expect(tensor, bits((13,), 2 * root + group.rank, dtype), f"scatter of {dtype} from rank {root}")
 
 
 def scatter_every_layout(group: ProcessGroup) -> None:
@@ -102,7 +121,7 @@ def roots_of_other_types(group: ProcessGroup) -> None:
 
 CHECKS: dict[str, Check] = {
     "roots_of_other_types": roots_of_other_types,
-    "reduce_every_root_and_dtype": reduce_every_root_and_dtype,
+    "reduce_every_root_dtype_and_reduction": reduce_every_root_dtype_and_reduction,
     "reduce_every_layout": reduce_every_layout,
     "gather_every_root_and_dtype": gather_every_root_and_dtype,
     "gather_every_layout": gather_every_layout,

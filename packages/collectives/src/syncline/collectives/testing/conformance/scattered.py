@@ -5,18 +5,31 @@ from __future__ import annotations
 import torch
 
 from ...group import ProcessGroup
-from ...reduce_op import DTYPES_OF, HALVES, ReduceOp
-from .all_reduce import reduction
-from .values import LAYOUTS, MOVABLE_DTYPES, Check, Laid, expect, expect_equal, sum_of_terms, terms, values
+from ...reduce_op import DTYPES_OF, ReduceOp
+from .values import (
+    LAYOUTS,
+    MOVABLE_DTYPES,
+    Check,
+    Laid,
+    bits,
+    expect,
+    expect_equal,
+    expect_reduced,
+    random_terms,
+    reduction,
+    sum_of_terms,
+    terms,
+    values,
+)
 
 
 def into_tensor(group: ProcessGroup) -> None:
     """Check that part r of the output is rank r's tensor."""
     for dtype in MOVABLE_DTYPES:
         output = torch.zeros(group.size * 3, 5, dtype=dtype)
-        group.all_gather_into_tensor(output, values((3, 5), group.rank, dtype))
+        group.all_gather_into_tensor(output, bits((3, 5), group.rank, dtype))
         for rank, part in enumerate(output.view(group.size, 3, 5)):
-            expect(part, values((3, 5), rank, dtype), f"all_gather_into_tensor of {dtype}, part {rank}")
+            expect(part, bits((3, 5), rank, dtype), f"all_gather_into_tensor of {dtype}, part {rank}")
     strided = torch.zeros(5, group.size).t()
     group.all_gather_into_tensor(strided, values((5,), group.rank))
     for rank in range(group.size):
@@ -37,20 +50,14 @@ def reduce_scatter_every_dtype_and_reduction(group: ProcessGroup) -> None:
     seen = set()
     for op in ReduceOp:
         for dtype in sorted(DTYPES_OF[op], key=str):
-            shape = (group.size, 6)
-            whole = values(shape, group.rank, dtype)
-            expected = whole.clone()
-            group.all_reduce(expected, reduction(op))
+            inputs = [random_terms(op, (group.size, 6), rank, dtype) for rank in range(group.size)]
+            whole = inputs[group.rank].clone()
             from_list, from_tensor = torch.zeros(6, dtype=dtype), torch.zeros(6, dtype=dtype)
             group.reduce_scatter(from_list, list(whole), reduction(op))
             group.reduce_scatter_tensor(from_tensor, whole, reduction(op))
-            if dtype.is_floating_point or dtype.is_complex:  # PRODUCT and others round differently in another order
-                tolerance = 2e-2 if dtype in HALVES else 1e-5
-                torch.testing.assert_close(from_list, expected[group.rank], rtol=tolerance, atol=0, equal_nan=True)
-            else:
-                expect(from_list, expected[group.rank], f"reduce_scatter {op.name} of {dtype}")
+            expect_reduced(from_list, op, [each[group.rank] for each in inputs], f"reduce_scatter {op.name} of {dtype}")
             expect(from_tensor, from_list, f"reduce_scatter_tensor {op.name} of {dtype}, against the list")
-            expect(whole, values(shape, group.rank, dtype), "input of reduce_scatter")
+            expect(whole, inputs[group.rank], "input of reduce_scatter")
             seen.add((op, dtype))
     expect_equal(len(seen), sum(map(len, DTYPES_OF.values())), "number of reductions")
 

@@ -30,6 +30,7 @@ from . import (
     subgroups,
     total_order,
 )
+from .endings import ENDINGS
 from .values import Check as Check
 from .values import CheckError
 
@@ -67,7 +68,7 @@ def run_conformance(make_group: Callable[[], ProcessGroup]) -> None:
     Raises:
         CheckError: a check failed. The message names the check, and `__cause__` is the check's error. The group was aborted.
     """
-    for name, check in {**CHECKS, "refuses calls after close": refusals.after_close}.items():
+    for name, check in {**CHECKS, **ENDINGS}.items():
         group = make_group()
         try:
             check(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ...group import ProcessGroup
-from ...reduce_op import BOOL, COMPLEX, FLOATS, INTEGERS
+from ...reduce_op import BOOL, COMPLEX, FLOATS, INTEGERS, ReduceOp, Reduction, premul_sum
 from ...tensors.layout import bytes_of, in_plain_order
 
 Check: TypeAlias = Callable[[ProcessGroup], None]
@@ -30,6 +31,23 @@ MOVABLE_DTYPES = [
 _MODULUS = 127  # so that a value fits into every dtype
 _UNTOUCHED = 99  # the value of the memory between the elements of a tensor with gaps
 
+#: The number of elements of a large tensor. Most numbers of ranks do not divide it, and it is above 2**20, where many libraries
+#: cut a message into pieces.
+LARGE_NUMEL = 2**20 + 3
+
+_FACTOR = 0.3  # of PREMUL_SUM; no floating-point dtype holds it exactly
+_COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+    ReduceOp.PREMUL_SUM: torch.add,
+}
+
 
 class CheckError(AssertionError):
     """A conformance check has found an error of a process group."""
@@ -41,6 +59,98 @@ def values(shape: Sequence[int], rank: int, dtype: torch.dtype = torch.float32) 
     index = torch.arange(numel, dtype=torch.int64)
     numbers = (index * 7 + index // _MODULUS * 3 + (rank + 1) * 29) % _MODULUS
     return (numbers % 2 if dtype is torch.bool else numbers).reshape(tuple(shape)).to(dtype)
+
+
+def bits(shape: Sequence[int], rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor with unusual bits, which a transport must move unchanged.
+
+    Every fourth element is a nan with a payload, another fourth is -0.0, and another fourth is a subnormal number. The bits of
+    the other elements depend on rank and index.
+    """
+    index = torch.arange(math.prod(shape) * dtype.itemsize, dtype=torch.int64)
+    numbers = (index * 2_654_435_761 + (rank + 1) * 40_503 * 65_537 >> 11) % 256
+    if dtype is torch.bool:
+        return (numbers % 2).reshape(tuple(shape)).bool()
+    elements = numbers.to(torch.uint8).view(-1, dtype.itemsize)
+    elements[1::4] = 0xFF
+    elements[2::4], elements[2::4, -1] = 0, 0x80  # the last byte has the sign
+    elements[3::4, 1:], elements[3::4, 0] = 0, 1 + rank % 100
+    return elements.view(-1).view(dtype).reshape(tuple(shape))
+
+
+def reduction(op: ReduceOp) -> Reduction:
+    """Return the op itself, or, for PREMUL_SUM, the op with a factor."""
+    return premul_sum(_FACTOR) if op is ReduceOp.PREMUL_SUM else op
+
+
+def random_terms(op: ReduceOp, shape: Sequence[int], rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a rank's random input of a reduction: both signs, fractions, and integers that need all bits of the dtype.
+
+    With up to sixteen ranks, an average does not overflow. Other results of integers may wrap around.
+    """
+    generator = torch.Generator().manual_seed(1000 + rank)
+    draw = functools.partial(torch.rand, tuple(shape), generator=generator, dtype=torch.float64, device="cpu")
+    if dtype in BOOL:
+        numbers = draw().round()
+    elif dtype in INTEGERS:
+        info = torch.iinfo(dtype)
+        most = info.max // 16 if op is ReduceOp.AVG else info.max
+        numbers = torch.randint(-most if info.min < 0 else 0, most, tuple(shape), generator=generator, device="cpu")
+    else:  # between 0.5 and 1.5, so that no product overflows
+        signed = (draw() + 0.5) * (draw().round() * 2 - 1)
+        numbers = torch.complex(signed, draw() - 0.5) if dtype in COMPLEX else signed
+    return numbers.to(torch.empty(0).device, dtype)
+
+
+def expect_reduced(found: torch.Tensor, op: ReduceOp, inputs: Sequence[torch.Tensor], what: str) -> None:
+    """Check the reduction of the inputs of all ranks. A floating-point result may differ by the rounding of any order.
+
+    Raises:
+        CheckError: the result is wrong. The message shows the first wrong element.
+    """
+    dtype = found.dtype
+    is_rounded = op not in (ReduceOp.MIN, ReduceOp.MAX) and dtype in FLOATS | COMPLEX
+    wide = torch.complex128 if dtype in COMPLEX else torch.float64 if dtype in FLOATS else torch.int64
+    wides = [term.to(wide) for term in inputs]
+    exact = _reduced(op, wides)
+    if not is_rounded:  # a bool is 0 or 1 here; if `to` gets another number than 0, the bool is true
+        expect(found, exact.to(dtype), what)
+        return
+    info = torch.finfo(dtype)
+    # A result has at most one rounding for each rank, each at most `eps` of the result for absolute values.
+    bound = _reduced(op, [term.abs() for term in wides]) * (2 * (len(wides) + 1) * info.eps) + info.tiny
+    is_wrong = ~((found.to(wide) - exact).abs() <= bound)  # also true for nan
+    if is_wrong.any():
+        first = int(is_wrong.flatten().nonzero()[0])
+        raise CheckError(
+            f"{what}: {int(is_wrong.sum())} of {found.numel()} elements are wrong; at flat index {first} expected "
+            f"{exact.flatten()[first].item()} up to rounding, found {found.flatten()[first].item()}"
+        )
+
+
+def _reduced(op: ReduceOp, terms: Sequence[torch.Tensor]) -> torch.Tensor:
+    result = functools.reduce(_COMBINE[op], terms)
+    if op is ReduceOp.AVG:
+        is_integer = result.dtype is torch.int64
+        return torch.div(result, len(terms), rounding_mode="trunc") if is_integer else result / len(terms)
+    return result * _FACTOR if op is ReduceOp.PREMUL_SUM else result
+
+
+def in_every_way(group: ProcessGroup, tensor: torch.Tensor, op: Reduction) -> list[tuple[str, torch.Tensor]]:
+    """Reduce a flat tensor by all_reduce, by reduce to each root, and by reduce_scatter_tensor.
+
+    Return the names and results of the calls that give this rank a result.
+    """
+    all_reduced, scattered = tensor.clone(), torch.zeros_like(tensor)
+    group.all_reduce(all_reduced, op)
+    group.reduce_scatter_tensor(scattered, tensor.repeat(group.size), op)
+    found = [("all_reduce", all_reduced), ("reduce_scatter_tensor", scattered)]
+    for root in range(group.size):
+        reduced = tensor.clone()
+        group.reduce(reduced, root, op)
+        if group.rank == root:
+            found.append(("reduce", reduced))
+    return found
 
 
 def terms(shape: Sequence[int], rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

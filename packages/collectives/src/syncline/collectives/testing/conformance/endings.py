@@ -1,0 +1,88 @@
+"""Checks that end their group: `close`, the time limit, and calls that differ between ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ...errors import CollectiveTimeout, DisagreementError, GroupClosedError, TransportError
+from ...group import ProcessGroup
+from ...work import Work
+from .values import Check, CheckError, expect, expect_raises, sum_of_terms, terms
+
+# The limit of rank 1, and of the other ranks.
+_LIMIT_S, _LONGER_LIMIT_S = 0.5, 3.0
+# How much later than the limit a call may end. A library may notice the limit late, and the machine may be busy.
+_GRACE_S = 20.0
+
+
+def after_close(group: ProcessGroup) -> None:
+    """Check that `close` finishes collectives in flight, and that the group then refuses collectives.
+
+    A second `close` must do nothing. This check leaves the group closed.
+    """
+    tensor = terms((1001,), group.rank)
+    work = group.all_reduce(tensor, async_op=True)
+    group.close()
+    work.wait()
+    expect(tensor, sum_of_terms((1001,), group.size), "all_reduce in flight at close")
+    group.close()
+    calls: tuple[tuple[str, Callable[[], Work]], ...] = (
+        ("all_reduce", partial(group.all_reduce, tensor)),
+        ("broadcast", partial(group.broadcast, tensor)),
+        ("all_gather", partial(group.all_gather, [torch.empty_like(tensor) for _ in range(group.size)], tensor)),
+        ("barrier", group.barrier),
+    )
+    for name, call in calls:
+        expect_raises(GroupClosedError, call, f"{name} after close", name)
+
+
+def at_the_time_limit(group: ProcessGroup) -> None:
+    """Check that calls end at the time limit, although other ranks do not call. This check leaves the group aborted.
+
+    Rank 1 calls all_reduce. The other ranks wait longer, for a message that rank 1 does not send.
+    """
+    if group.size == 1:
+        return
+    group.barrier()  # a library may connect the ranks at their first call, which may take longer than the limit
+    is_first = group.rank == 1
+    group.set_timeout(_LIMIT_S if is_first else _LONGER_LIMIT_S)
+    tensor, name = torch.zeros(3), "all_reduce" if is_first else "recv"
+    work = group.all_reduce(tensor, async_op=True) if is_first else group.recv(tensor, 1, async_op=True)
+    future = work.get_future()
+    end_s = time.monotonic() + _LONGER_LIMIT_S + _GRACE_S
+    while not future.done():  # `wait` might never return
+        if time.monotonic() > end_s:
+            raise CheckError(f"expected {name} to end at its time limit of {group.timeout_s} s, but it still waits")
+        time.sleep(0.01)
+    # The failure of rank 1 may end the other ranks' calls before their limit.
+    expect_raises(CollectiveTimeout if is_first else TransportError, work.wait, f"{name}, which has no counterpart")
+    group.abort()
+
+
+def after_different_calls(group: ProcessGroup) -> None:
+    """Check that different calls of the ranks are noticed, at the latest in the next barrier.
+
+    The calls differ only in their marks, so they do no harm in a library that carries them out. This check leaves the group
+    aborted.
+    """
+    if group.size == 1:
+        return
+
+    def calls() -> None:
+        with group.marked("one of two calls" if group.rank == 0 else "another call"):
+            group.all_reduce(torch.zeros(3))
+        group.barrier()
+
+    expect_raises(DisagreementError, calls, "all_reduce with different marks, then barrier")
+    group.abort()
+
+
+ENDINGS: dict[str, Check] = {
+    "refuses calls after close": after_close,
+    "ends calls at the time limit": at_the_time_limit,
+    "notices different calls": after_different_calls,
+}
