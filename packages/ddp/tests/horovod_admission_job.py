@@ -1,8 +1,8 @@
 """A process of `test_horovod_newcomers.py`: `horovod_admission_job.py NUMBER COUNT FOLDER`.
 
 Process 0 begins a training alone, and lets each of the others in at another step. The folder's file "place" says where the
-processes make their optimizer. If there is a file "loses", process 2 is killed in its first step. Every other process writes the
-weights with which it ends, or the error.
+processes make their optimizer. If there is a file "loses", process 2 is killed in its first step. Every other process writes
+the weights with which it ends, or the error.
 """
 
 from __future__ import annotations
