@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from syncline.collectives.engine.call import Signature
 from syncline.collectives.engine.cancel_scope import DEFAULT_TIMEOUT_S
+from syncline.collectives.errors import InvalidArgumentError
 from syncline.collectives.group import ProcessGroup
 from syncline.collectives.reduce_op import PremulSum, ReduceOp, Reduction
 from syncline.collectives.torch_bridge.torch_work import TorchWork
@@ -145,8 +146,11 @@ class ThroughTorch(ProcessGroup):
 
 class _Transfer(TorchWork):
     def source_rank(self) -> int | None:
-        """The sender, of a receive that has finished."""
-        return int(self._torch_work._source_rank())
+        """The sender, of a receive that has finished; None of another work."""
+        try:
+            return int(self._torch_work._source_rank())
+        except InvalidArgumentError:
+            return None
 
 
 def _torchs(op: Reduction) -> Any:
