@@ -1,4 +1,4 @@
-"""For authors of a backend or a hook: check that data-parallel training gives the result of training in one process."""
+"""For authors of a backend: check that data-parallel training gives the result of training in one process."""
 
 from .models import MODELS
 from .training import check_training
