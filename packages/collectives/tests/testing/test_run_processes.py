@@ -50,6 +50,16 @@ def test_all_is_well(tmp_path: Path) -> None:
     assert (tmp_path / "output-1").read_text() == "rank 1 of 2 was here\n"
 
 
+def test_a_relative_folder_is_relative_to_the_callers_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first", "second"):  # the server starts in the first directory, if it does not run already
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        run(Path(), "nothing")
+        assert Path("output-1").read_text() == "rank 1 of 2 was here\n"
+        with pytest.raises(AssertionError, match="rank 1 of 2 was here"):
+            run(Path(), "fail")
+
+
 def test_environment_folder_and_exit_are_those_of_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_THIS_JOB", "as the caller has it")
     monkeypatch.chdir(tmp_path)

@@ -46,7 +46,8 @@ def run_processes(
         AssertionError: a rank (see the message), or the server, did not end as expected.
         subprocess.TimeoutExpired: the ranks reached the time limit.
     """
-    outputs = [folder / f"output-{rank}" for rank in range(world_size)]
+    # Absolute, because the server has another current directory.
+    outputs = [(folder / f"output-{rank}").absolute() for rank in range(world_size)]
     job = {
         "script": str(script),
         "world_size": world_size,
