@@ -179,6 +179,39 @@ def test_on_both(): ...
     assert "the ranks collected different tests (rank 0: 1, rank 1: 2)" in job.output
 
 
+def test_the_error_of_a_rank_that_cannot_import_its_tests_is_printed(run_pytest) -> None:
+    job = run_pytest(
+        2,
+        """
+import os
+if int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", 0))) == 1:
+    raise ImportError("only here")
+def test_on_one(): ...
+""",
+    )
+    assert job.status != 0
+    assert "the ranks collected different tests (rank 0: 1, rank 1: 0)" in job.output
+    assert job.output.count("---- rank 1 of 2 ----") == 1
+    assert "ImportError: only here" in job.output
+
+
+def test_a_call_that_fails_after_the_last_test_fails_the_session(run_pytest) -> None:
+    job = run_pytest(
+        2,
+        """
+def test_leaves_a_call(mpi_group):
+    if mpi_group.rank == 0:
+        mpi_group.all_reduce(torch.ones(3), async_op=True)
+    else:
+        mpi_group.broadcast(torch.ones(3), 0, async_op=True)
+""",
+    )
+    assert job.status == 1, job.output
+    assert "mpi_group: calls that no test waited for" in job.output
+    assert "failed on rank(s) 0, 1 of 2" in job.output
+    assert "DisagreementError: all_reduce(float32[3], op=SUM)" in job.output
+
+
 def test_the_exit_status_is_the_worst_of_all(run_pytest) -> None:
     """A rank that calls pytest.exit() is out of step with the others, which must not wait for it for ever."""
     job = run_pytest(

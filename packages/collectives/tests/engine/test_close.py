@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.collectives import CollectiveTimeout, DisagreementError, ProcessGroup, SynclineError, TransportError
+from syncline.collectives import CollectiveTimeout, DisagreementError, ProcessGroup, SynclineError, TransportError, Work
 from syncline.collectives.engine import host_group
 from syncline.collectives.engine.call import Call, Signature
 from syncline.collectives.engine.cancel_scope import CancelScope
@@ -338,3 +338,120 @@ def test_the_notice_names_a_closed_group_only_if_a_rank_may_be_in_its_call(
             assert list(leavers.own().values()) == ([] if all_close else [1])
 
     run_ranks(2, body)
+
+
+def differ(group: HostGroup) -> Work:
+    tensor = torch.ones(1)
+    return group.all_reduce(tensor, async_op=True) if group.rank == 0 else group.broadcast(tensor, 0, async_op=True)
+
+
+def fail_unseen(group: HostGroup) -> Work:
+    """Issue a call that fails, because the ranks call different collectives. Return its work after its end."""
+    work = differ(group)
+    while group.first_failure is None or not work.is_completed():
+        time.sleep(1e-3)
+    return work
+
+
+@pytest.mark.parametrize("kind", [Together, Alone])
+@pytest.mark.parametrize("fails_before", [True, False])
+def test_close_raises_the_error_of_a_call_that_nobody_waited_for(kind: type[Together], fails_before: bool) -> None:
+    def body(group: HostGroup, transport: Together) -> None:
+        if fails_before:
+            fail_unseen(group)
+        else:
+            differ(group)
+        with pytest.raises(DisagreementError, match="the ranks called different collectives"):
+            group.close()
+        assert transport.times_closed == 0
+        group.close()  # a second call does nothing
+
+    on_ranks(2, kind, body)
+
+
+def wait(group: HostGroup, work: Work) -> None:
+    with pytest.raises(DisagreementError):
+        work.wait()
+
+
+def issue_another_call(group: HostGroup, work: Work) -> None:
+    with pytest.raises(TransportError, match="the group had failed before"):
+        group.all_reduce(torch.ones(1))
+
+
+def send(group: HostGroup, work: Work) -> None:
+    with pytest.raises(TransportError, match="the group had failed before"):
+        group.send(torch.ones(1), 1 - group.rank)
+
+
+SEEN: dict[str, Callable[[HostGroup, Work], object]] = {
+    "wait": wait,
+    "exception": lambda _, work: work.exception(),
+    "future": lambda _, work: work.get_future(),
+    "another call": issue_another_call,
+    "send": send,
+    "abort": lambda group, _: group.abort(),
+    "expected loss": lambda group, _: None,
+}
+
+
+@pytest.mark.parametrize("how", SEEN)
+def test_close_raises_no_error_that_the_program_has_seen(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(group: HostGroup, transport: Together) -> None:
+        if how == "expected loss":
+            monkeypatch.setattr(transport, "plan", lost)
+            group.expect_losses(True)
+            work = group.all_reduce(torch.ones(2), async_op=True)
+            while not work.is_completed():
+                time.sleep(1e-3)
+            assert isinstance(group.first_failure, TransportError)
+        else:
+            SEEN[how](group, fail_unseen(group))
+        group.close()
+        assert transport.times_closed == 0
+
+    on_ranks(2, Together, body)
+
+
+def lost(*_: object) -> None:
+    raise TransportError("a cable broke")
+
+
+def test_a_future_that_was_taken_before_the_failure_tells_the_program() -> None:
+    def body(group: HostGroup, transport: Together) -> None:
+        future = differ(group).get_future()
+        with pytest.raises(SynclineError):
+            future.wait()
+        group.close()
+
+    on_ranks(2, Together, body)
+
+
+def test_a_close_that_gives_up_a_call_in_flight_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_group, "LONGEST_REPORT_S", 0.1)
+    may_end = threading.Event()
+
+    def rank_body(outer: ProcessGroup) -> None:
+        transport = Alone(SharedState(1), 0)
+        group = HostGroup(transport, 0, 1, timeout_s=0.1)
+        transport.plan = lambda _: Stuck()  # type: ignore[method-assign, assignment, return-value]
+        calling = threading.Thread(target=group.all_reduce, args=(torch.ones(1),))
+        calling.start()
+        assert is_stuck.wait(LIMIT_S)
+        with pytest.raises(
+            CollectiveTimeout, match=r"close on rank 0 of 1 .* did not finish within 0\.1 s; wait for each work"
+        ):
+            group.close()
+        may_end.set()
+        calling.join()
+
+    is_stuck = threading.Event()
+
+    class Stuck:
+        algorithm = "none"
+
+        def run(self, *_: object) -> None:
+            is_stuck.set()
+            assert may_end.wait(LIMIT_S)
+
+    run_ranks(1, rank_body)

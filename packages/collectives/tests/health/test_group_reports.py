@@ -96,7 +96,7 @@ def test_whoever_interrupts_the_program_finds_no_folder(tmp_path: Path) -> None:
 
 def test_an_error_does_not_wait_for_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(engine_group, "_ERROR_S", 0.1)
+    monkeypatch.setattr(engine_group, "LONGEST_REPORT_S", 0.1)
     monkeypatch.setattr(Reporter, "write", lambda *_: answers.wait(60))
 
     def body(group: HostGroup) -> None:

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from syncline.collectives import CollectiveTimeout, InvalidArgumentError, ProcessGroup, TransportError
+from syncline.collectives import CollectiveTimeout, DisagreementError, InvalidArgumentError, ProcessGroup, TransportError
 from syncline.collectives.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -116,3 +116,24 @@ def test_groups_are_closed_at_the_end() -> None:
 def test_at_least_one_rank() -> None:
     with pytest.raises(InvalidArgumentError):
         run_ranks(0, lambda group: None)
+
+
+def test_a_collective_that_fails_unseen_fails_the_run() -> None:
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            group.all_reduce(torch.ones(1), async_op=True)
+        else:
+            group.broadcast(torch.ones(1), 0, async_op=True)
+
+    with pytest.raises(DisagreementError, match="the ranks called different collectives") as info:
+        run_ranks(2, body)
+    assert "(run_ranks)" in notes_of(info.value)
+
+
+def test_a_collective_that_never_ends_fails_the_run() -> None:
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            group.all_reduce(torch.ones(1), async_op=True)
+
+    with pytest.raises(CollectiveTimeout, match=r"rank\(s\) 1 have not called"):
+        run_ranks(2, body, timeout_s=0.5)

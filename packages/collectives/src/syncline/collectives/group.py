@@ -601,7 +601,8 @@ class ProcessGroup(ABC):
     def expect_losses(self, are_expected: bool) -> None:  # noqa: B027 - for groups that write reports
         """Tell the group whether the program goes on after the loss of a rank, as elastic training does.
 
-        If true, the group writes no report when a call fails with a `TransportError`. By default the group writes such reports.
+        If true, the group writes no report when a call fails with a `TransportError`, and `close` does not raise such an error.
+        By default the group writes such reports, and `close` raises an error that the program has not seen.
         """
 
     def missing_for_shrink(self) -> str | None:
@@ -728,6 +729,9 @@ class ProcessGroup(ABC):
 
         After this rank's calls have finished, the method waits at most 60 seconds for the other ranks to close. If a rank does
         not close in this time, the method still returns without an error.
+
+        Raises:
+            SynclineError: a call has failed, and the program has not seen the error, because nobody waited for the work.
         """
 
     @abstractmethod

@@ -37,7 +37,7 @@ from .transport import Plan
 MOST_PLANS = 256
 
 # How long a call that has failed waits for its report to be written, before it raises its error.
-_ERROR_S = 10.0
+LONGEST_REPORT_S = 10.0
 
 
 class EngineGroup(ProcessGroup, Inherited):
@@ -198,18 +198,22 @@ class EngineGroup(ProcessGroup, Inherited):
 
     def _reported(self, failure: BaseException) -> BaseException:
         """Write a report. Return the failure; if it is a `SynclineError`, its text then names the report's folder."""
-        # An elastic training handles this loss itself. A report for each such loss would hide the real failures.
-        if self._losses_are_expected and isinstance(failure, TransportError):
+        # A report for each such loss would hide the real failures.
+        if self._is_expected(failure):
             return failure
         if self._reporter is None or not isinstance(failure, Exception):  # no report after Ctrl-C
             return failure
-        folder = self._reporter.write_within(f"{type(failure).__name__}: {failure}", _ERROR_S)
+        folder = self._reporter.write_within(f"{type(failure).__name__}: {failure}", LONGEST_REPORT_S)
         # No report was written, or the failure is an exception of another library, whose text is not ours to change.
         if folder is None or not isinstance(failure, SynclineError):
             return failure
         return failure.reworded(
             with_details(str(failure), f"Each rank that fails writes what it knows to {folder}; read it with `syncline report`")
         )
+
+    def _is_expected(self, failure: BaseException) -> bool:
+        """Whether an elastic training handles this loss itself."""
+        return self._losses_are_expected and isinstance(failure, TransportError)
 
     @override
     def expect_losses(self, are_expected: bool) -> None:
@@ -240,7 +244,9 @@ class EngineGroup(ProcessGroup, Inherited):
         Raises:
             DisagreementError: the ranks have made different calls. Over MPI with `check_calls`, also if another rank makes a
                 further call while this rank closes.
-            SynclineError: a call that was in flight has failed.
+            SynclineError: a call has failed or does not finish, and the program has not seen the error: it has not waited for
+                the work or asked for its future, and no later call has raised an error. After `expect_losses(True)`, this
+                method raises no `TransportError` of a call.
             MisuseError: the method was called in a callback of this group.
         """
         if self._queue.is_running_here():

@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 from typing_extensions import override
 
-from ..errors import DisagreementError, GroupClosedError, SynclineError, TransportError
+from ..errors import CollectiveTimeout, DisagreementError, GroupClosedError, SynclineError, TransportError
 from ..forks import not_the_rank
 from ..group import ProcessGroup
 from ..health.agreement import MessageCarrier, different_splits
@@ -29,7 +29,7 @@ from ..work import FinishedWork, PendingWork, TensorsFuture, Work, devices_of
 from .call import DONE, FAILED, Call, Signature
 from .cancel_scope import CancelScope, start_thread
 from .device import DeviceRuntime, StreamOrder
-from .engine_group import EngineGroup, members_of
+from .engine_group import LONGEST_REPORT_S, EngineGroup, members_of
 from .queue import GuardedFuture, Queue
 from .transfer import TransferWork
 from .transport import Plan, Request, Transport
@@ -116,6 +116,7 @@ class HostGroup(EngineGroup):
         self._device_types = frozenset({"cpu"} if device is None else {"cpu", device.device_type})
         self._in_flight: set[PendingWork] = set()
         self._first_failure: BaseException | None = None
+        self._was_told = False  # whether the program has seen the first failure; if not, `close` raises it
         self._running: Call | None = None
         self._checks_calls = check_calls and size > 1
         self._stall_warning_s = 0.0
@@ -206,12 +207,17 @@ class HostGroup(EngineGroup):
         self.recorder.add(call)
         order = self._order_on_device(reads, writes)
         # [1] If no call is in flight, this call runs here, and its work is over at once.
-        if not async_op and queue.run_here(self._run, call, body, order):
+        try:
+            has_run = not async_op and queue.run_here(self._run, call, body, order)
+        except BaseException:
+            self._tell()
+            raise
+        if has_run:
             # The host is done, but the device may not be: the caller's streams must wait for the copy back.
             if order is not None:
                 order.join()
             return FinishedWork(list(writes))
-        work = GroupWork(list(writes), lambda: f"{call} on {self.place()}", queue, issued, order)
+        work = GroupWork(list(writes), lambda: f"{call} on {self.place()}", queue, issued, order, self._tell)
         self._in_flight.add(work)
         # A group of one waits for no other rank, so the call is short. Waking another thread would take longer.
         is_short = self.size == 1 and order is None
@@ -236,7 +242,7 @@ class HostGroup(EngineGroup):
         # A group with a device also carries calls that use host tensors only.
         return self._device.order(owned) if owned else None
 
-    def _run_into(self, work: PendingWork, call: Call, body: Body, order: StreamOrder | None) -> None:
+    def _run_into(self, work: GroupWork, call: Call, body: Body, order: StreamOrder | None) -> None:
         try:
             # If an interrupt ended this method, the queue runs it again, but the call must not run twice. `_run` refuses a call
             # that has failed, because the group has failed, too.
@@ -248,7 +254,7 @@ class HostGroup(EngineGroup):
             # An interrupt such as Ctrl-C. The interrupted thread may wait for a later work, or this work may have succeeded
             # before. Then no wait would raise the interrupt. (No interrupt comes on the queue's thread, which must go on.)
             is_interrupt = not (isinstance(error, Exception) or self._queue.is_own_thread())
-            if is_interrupt or work.exception() is None:
+            if is_interrupt or work.has_succeeded():
                 raise
         # Only now: `abort` ends the works that are in this set.
         self._in_flight.discard(work)
@@ -402,6 +408,7 @@ class HostGroup(EngineGroup):
             # After the group's end, the other rank may never come, and nobody else ends this wait. (`abort` sets the first
             # failure a moment after `_is_over`.)
             if self._first_failure is not None or (self._is_over and self._is_closing):
+                self._tell()
                 return self._words.ended(self._first_failure)
             # Without a peer, such as in a group of one, no source can say that the transfer is in vain.
             if not peers:
@@ -488,7 +495,14 @@ class HostGroup(EngineGroup):
     @override
     def _meet_before_close(self) -> None:
         if self.size > 1 and (self._compares_later or self._transport.closes_together):
-            self._start(Signature("close"), (), (), self._meet_at_close, is_numbered=False)
+            try:
+                self._start(Signature("close"), (), (), self._meet_at_close, is_numbered=False)
+            except TransportError as error:
+                failure = self._first_failure
+                # A call that was in flight has failed, so this call was not started. The failure itself says what happened.
+                if failure is not None and error.__cause__ is failure:
+                    raise failure from failure.__cause__
+                raise
 
     def _meet_at_close(self, call: Call) -> None:
         """Compare all calls with the other ranks, and find out whether all ranks close the group.
@@ -513,13 +527,21 @@ class HostGroup(EngineGroup):
 
     @override
     def _close(self) -> None:
+        """As `EngineGroup._close`.
+
+        Raises:
+            BaseException: the first failure, if the program has not seen it.
+            CollectiveTimeout: calls in flight do not finish.
+        """
         self._closed = True
         self._stop_watching()
-        drained = self._queue.drain(self.timeout_s)
+        # A call that fails at its own time limit writes its report first. Its error says more than an error of this method.
+        drained = self._queue.drain(self.timeout_s + LONGEST_REPORT_S)
         self._is_over = True
         self._plans.clear()
         self._queue.stop()
-        is_in_order = drained and self._first_failure is None
+        failure, was_told = self._first_failure, self._was_told
+        is_in_order = drained and failure is None
         # After a failure, or with calls still in flight, closing the library in order might wait for ever.
         if not is_in_order:
             self._transport.abort()
@@ -530,6 +552,15 @@ class HostGroup(EngineGroup):
             self._leavers.is_closed = True
             if self._all_close:
                 self._leavers.forget()
+        # Results since the failure are garbage, and a program that does not know of the failure would trust them.
+        if failure is not None and not was_told and not self._is_expected(failure):
+            self._tell()
+            raise failure from failure.__cause__
+        if failure is None and not drained:
+            raise CollectiveTimeout(
+                f"close on {self.place()}: the calls in flight did not finish within {self.timeout_s:g} s; wait for each work "
+                "before you close the group"
+            )
 
     def _close_transport(self) -> None:
         """Close the transport. `membership.ShrinkableGroup` also closes its reconnector."""
@@ -543,6 +574,7 @@ class HostGroup(EngineGroup):
     @override
     def _abort(self, failure: BaseException) -> None:
         self._stop_watching()
+        self._was_told = True  # the program gives up the calls in flight, so a `close` on another thread does not raise
         self._first_failure = failure
         running = self._running  # read once, because another thread may set it to None
         if running is not None:
@@ -576,6 +608,18 @@ class HostGroup(EngineGroup):
         if failure is error:
             raise error
         raise failure from failure.__cause__
+
+    def _tell(self) -> None:
+        """Note that the program has seen the first failure, if there is one."""
+        if self._first_failure is not None:
+            self._was_told = True
+
+    @override
+    def _check_usable(self, signature: Signature) -> None:
+        # If the group is closed, the base class raises another error, so the program does not see the failure here.
+        if self._first_failure is not None and not self._closed:
+            self._tell()
+        super()._check_usable(signature)
 
     def _on_failure(self, failure: BaseException) -> None:
         """Do nothing. Called once, when the group has failed. `membership.ShrinkableGroup` tells the other ranks here."""
@@ -625,9 +669,12 @@ class HostGroup(EngineGroup):
 
 
 class GroupWork(PendingWork):
-    """The work of a queued call. A callback of the same group may also wait for this work."""
+    """The work of a queued call. A callback of the same group may also wait for this work.
 
-    __slots__ = ("_issued", "_order", "_queue", "_was_waited_for")
+    `tell` is called when the program sees the error of this work, or can see it because it has the future.
+    """
+
+    __slots__ = ("_issued", "_order", "_queue", "_tell", "_was_waited_for")
 
     def __init__(
         self,
@@ -636,8 +683,10 @@ class GroupWork(PendingWork):
         queue: Queue,
         issued: int,
         order: StreamOrder | None,
+        tell: Callable[[], None],
     ) -> None:
         super().__init__(tensors, describe)
+        self._tell = tell
         self._queue = queue
         self._issued = issued
         self._order = order
@@ -654,7 +703,11 @@ class GroupWork(PendingWork):
             self._queue.run_until(self.is_completed)
         elif timeout is None and not modes_active():  # calls that run here ignore `timeout`, and a mode would see them
             self._queue.help(self.is_completed)
-        super().wait(timeout)
+        try:
+            super().wait(timeout)
+        finally:
+            if self._error is not None:
+                self._tell()
         self._was_waited_for = True
         if isinstance(self._future, GuardedFuture):
             self._future.was_waited_for = True
@@ -662,6 +715,31 @@ class GroupWork(PendingWork):
         if self._order is not None:
             self._order.join()
         return True
+
+    @override
+    def fail(self, error: BaseException) -> None:
+        super().fail(error)
+        # Whoever uses the future gets the error.
+        if self._future is not None:
+            self._tell()
+
+    @override
+    def exception(self) -> BaseException | None:
+        if self._error is not None:
+            self._tell()
+        return self._error
+
+    @override
+    def get_future(self) -> TensorsFuture:
+        future = super().get_future()
+        # Only now: if the call fails later, `fail` finds the future.
+        if self._error is not None:
+            self._tell()
+        return future
+
+    def has_succeeded(self) -> bool:
+        """Whether the call has ended without an error."""
+        return self._is_done and self._error is None
 
     @override
     def _new_future(self) -> GuardedFuture:

@@ -68,7 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def mpi_group(request: pytest.FixtureRequest) -> ProcessGroup:
     """Return a group of all ranks over backend "mpi", which is not the default group.
 
-    All tests of the session share the group. After a test has failed, the next test gets a new group.
+    All tests of the session share the group. After a test has failed, the next test gets a new group. At the end of the session
+    the group is closed. If this fails, because a test has not waited for a call that failed, the session fails.
     """
     plugin = request.config.pluginmanager.get_plugin(_RANK_PLUGIN)
     if not isinstance(plugin, RankPlugin):

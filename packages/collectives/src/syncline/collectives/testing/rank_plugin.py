@@ -128,6 +128,8 @@ class RankPlugin:
         self._stderr = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
         self._watchdog = Watchdog(self._who, self._stderr, self._agreement.end_job)
         self._group: ProcessGroup | None = None
+        self._collection_errors: list[str] = []
+        self._failure_at_close: str | None = None
         self._silent_output: TextIO | None = None
         if self._agreement.rank != 0:
             self._silence(config)
@@ -147,13 +149,25 @@ class RankPlugin:
 
     # ---- hooks ----
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note the errors of the collection. Ranks above 0 print nothing, so rank 0 prints their errors."""
+        if report.failed:
+            self._collection_errors.append(report.longreprtext)
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Check that all ranks collected the same tests."""
-        mine = (tuple(item.nodeid for item in session.items), session.testsfailed)
+        mine = (tuple(item.nodeid for item in session.items), tuple(self._collection_errors))
         everyone = self._exchange(mine, "collection", self._limit_s)
-        if len(set(everyone)) > 1:
+        # Compare only the number of errors: their texts may contain addresses.
+        if len({(ids, len(errors)) for ids, errors in everyone}) > 1:
             counts = ", ".join(f"rank {rank}: {len(ids)}" for rank, (ids, _) in enumerate(everyone))
-            raise pytest.UsageError(f"the ranks collected different tests ({counts}), or with different errors")
+            problem = f"the ranks collected different tests ({counts}), or with different errors"
+            outcomes = [
+                RankOutcome("collection", "failed" if errors else "passed", "\n".join(errors)) for _, errors in everyone
+            ]
+            words = combined(outcomes)
+            # pytest prints this error on every rank, so only rank 0 says all.
+            raise pytest.UsageError(problem if words is None or self._agreement.rank != 0 else f"{problem}\n{words}")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -179,13 +193,28 @@ class RankPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Close the group, and give every rank the highest exit status of all ranks."""
+        """Close the group, and give every rank the highest exit status of all ranks.
+
+        If closing fails, the session fails: a call of a test has failed, and the test has not waited for the call.
+        """
+        status, words = int(exitstatus), ""
         if self._group is not None:
-            self._group.close()
-        statuses = self._exchange(int(exitstatus), "the end of the session", self._patience_s)
-        session.exitstatus = max(statuses)
+            try:
+                self._group.close()
+            except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank below
+                status, words = max(status, int(pytest.ExitCode.TESTS_FAILED)), f"{type(error).__name__}: {error}"
+        said = self._exchange((status, words), "the end of the session", self._patience_s)
+        session.exitstatus = max(status for status, _ in said)
+        outcomes = [RankOutcome("close", "failed" if words else "passed", words) for _, words in said]
+        self._failure_at_close = combined(outcomes)
         if self._silent_output is not None:
             self._silent_output.flush()
+
+    def pytest_terminal_summary(self, terminalreporter: TerminalReporter) -> None:
+        """Print the errors of calls in `mpi_group` that no test has waited for."""
+        if self._failure_at_close is not None:
+            terminalreporter.section("mpi_group: calls that no test waited for", sep="=", red=True)
+            terminalreporter.write_line(self._failure_at_close)
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:

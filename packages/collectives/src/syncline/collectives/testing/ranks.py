@@ -22,7 +22,8 @@ def run_ranks(world_size: int, body: Callable[..., T], *args: Any, timeout_s: fl
     """Test a function on several ranks in one process: run `body(group, *args)` on every rank of a new group.
 
     Each rank has its own thread. When one rank raises an error, the group is aborted, so that the other ranks end, too. Then
-    `run_ranks` raises this first error, with a note that names the rank.
+    `run_ranks` raises this first error, with a note that names the rank. A collective that nobody waited for counts, too: if it
+    fails, `run_ranks` raises its error.
 
     Args:
         world_size: the number of ranks.
@@ -40,8 +41,7 @@ def run_ranks(world_size: int, body: Callable[..., T], *args: Any, timeout_s: fl
     groups = create_groups(world_size, name="ranks", timeout_s=0.9 * timeout_s)
     ranks = _Ranks([_Rank(group, body, args) for group in groups])
     ranks.run(timeout_s)
-    for group in groups:
-        group.close()
+    ranks.close()
     return [rank.result for rank in ranks.members]
 
 
@@ -89,6 +89,14 @@ class _Ranks(Generic[T]):
             self._end_the_others(timeout_s)
         if self._first_failure is not None:
             raise self._annotated(*self._first_failure)
+
+    def close(self) -> None:
+        """Close all groups. Raise the error of a call that nobody has waited for."""
+        for rank in self.members:
+            try:
+                rank.group.close()
+            except BaseException as error:  # noqa: BLE001 - raised again
+                raise self._annotated(rank, error) from error.__cause__
 
     def _on_end(self, rank: _Rank[T], error: BaseException | None) -> None:
         with self._condition:

@@ -174,7 +174,7 @@ class TorchSideWork(dist.Work):
         # A callback that runs on our queue's thread may wait for the future. This works only with futures of our own class.
         if a_queue_runs_here():
             return future
-        # Each is made anew, so that our future sees whether a callback is late; see Note [Late callbacks].
+        # Each is made anew, so that our future sees whether a callback is late; see Note [Late callbacks] in `engine.queue`.
         given = future_for_torch(future, self.ours.result())
         self._given = given if self._given is None else self._given
         return given

@@ -161,7 +161,7 @@ class ExitBarrier(Inherited):
         if self._has_met:
             return
         for group in self.leavers.open_groups():
-            with suppress(SynclineError):  # the group had failed, and its user has seen the error
+            with suppress(SynclineError):  # MPI calls this method, and nobody could catch an error
                 group.close()
         self._end(0)
         no_more_mpi()
