@@ -307,6 +307,37 @@ def test_a_program_that_ends_mpi_closes_its_groups_and_goes_on(run_on: RunOn, tm
     assert job.output.count("5.0 after the end of MPI\n") == 2, job.output
 
 
+def test_ending_mpi_closes_all_groups_although_a_call_has_failed_unseen(run_on: RunOn) -> None:
+    job = run_on(
+        "mpich",
+        2,
+        """
+        import time
+        from mpi4py import MPI
+        import torch
+        from syncline.collectives import init_process_group
+
+        def broken(signature):
+            raise MemoryError
+
+        group = init_process_group(timeout=60)
+        pair = group.split(0)
+        pair._transport.plan = broken
+        work = pair.all_reduce(torch.ones(3), async_op=True)
+        while not work.is_completed():
+            time.sleep(0.01)
+        MPI.Finalize()
+        try:
+            group.barrier()
+        except RuntimeError as error:
+            print(f"{error}\\n", end="")
+        """,
+    )
+    assert job.status == 0, job.output
+    assert job.output.count("the group is closed") == 2, job.output
+    assert "MemoryError" not in job.output
+
+
 def test_a_rank_that_ends_mpi_waits_for_those_who_train_and_fails_who_waits_for_it(run_on: RunOn) -> None:
     job = run_on(
         "mpich",

@@ -39,7 +39,7 @@ from mpi4py import MPI
 from typing_extensions import override
 
 from ...engine.queue import all_idle
-from ...errors import RankLostError, SynclineError
+from ...errors import RankLostError
 from ...forks import Inherited, fork_count, tell_in_forks
 from ...health.exit_status import exit_status, watch_exit_status
 from ...health.leaving import Leavers
@@ -161,7 +161,7 @@ class ExitBarrier(Inherited):
         if self._has_met:
             return
         for group in self.leavers.open_groups():
-            with suppress(SynclineError):  # MPI calls this method, and nobody could catch an error
+            with suppress(Exception):  # MPI calls this method, and nobody could catch an error
                 group.close()
         self._end(0)
         no_more_mpi()
