@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -415,6 +415,35 @@ def test_close_raises_no_error_that_the_program_has_seen(how: str, monkeypatch: 
 
 def lost(*_: object) -> None:
     raise TransportError("a cable broke")
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_close_waits_for_a_call_that_is_lost_without_raising_its_error(
+    is_interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss is expected, or Ctrl-C ends the wait of `close`, and its KeyboardInterrupt must reach the program."""
+    closes = threading.Event()  # the loss comes when `close` waits for the call
+
+    def lost_then(*_: object) -> None:
+        assert closes.wait(LIMIT_S)
+        lost()
+
+    original = host_group.GroupWork.wait
+
+    def wait(work: host_group.GroupWork, timeout: Any = None) -> bool:
+        closes.set()
+        if is_interrupted:
+            raise KeyboardInterrupt
+        return original(work, timeout)
+
+    group = HostGroup(transport := Together(SharedState(2), 0), 0, 2, timeout_s=LIMIT_S)
+    monkeypatch.setattr(transport, "plan", lost_then)
+    monkeypatch.setattr(host_group.GroupWork, "wait", wait)
+    group.expect_losses(not is_interrupted)
+    group.all_reduce(torch.ones(2), async_op=True)
+    with pytest.raises(KeyboardInterrupt) if is_interrupted else nullcontext():
+        group.close()
+    assert isinstance(group.first_failure, TransportError)
 
 
 def test_a_future_that_was_taken_before_the_failure_tells_the_program() -> None:

@@ -497,12 +497,14 @@ class HostGroup(EngineGroup):
         if self.size > 1 and (self._compares_later or self._transport.closes_together):
             try:
                 self._start(Signature("close"), (), (), self._meet_at_close, is_numbered=False)
-            except TransportError as error:
+            except BaseException as error:
+                self._was_told = True  # the program gets this error, so `_close` must not raise another error in its place
                 failure = self._first_failure
+                if failure is None or error.__cause__ is not failure:
+                    raise
                 # A call that was in flight has failed, so this call was not started. The failure itself says what happened.
-                if failure is not None and error.__cause__ is failure:
+                if not self._is_expected(failure):
                     raise failure from failure.__cause__
-                raise
 
     def _meet_at_close(self, call: Call) -> None:
         """Compare all calls with the other ranks, and find out whether all ranks close the group.
@@ -556,7 +558,7 @@ class HostGroup(EngineGroup):
         if failure is not None and not was_told and not self._is_expected(failure):
             self._tell()
             raise failure from failure.__cause__
-        if failure is None and not drained:
+        if failure is None and not drained and not was_told:
             raise CollectiveTimeout(
                 f"close on {self.place()}: the calls in flight did not finish within {self.timeout_s:g} s; wait for each work "
                 "before you close the group"
