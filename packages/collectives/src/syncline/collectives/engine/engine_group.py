@@ -194,7 +194,12 @@ class EngineGroup(ProcessGroup, Inherited):
             raise self._refusal(signature)
         failure = self.first_failure
         if failure is not None:
+            self._note_failure_is_seen()  # this error names the failure
             raise self._words.not_started(signature, failure)
+
+    @abstractmethod
+    def _note_failure_is_seen(self) -> None:
+        """Note that the program has seen the first failure, if there is one. Otherwise `close` raises the failure."""
 
     def _reported(self, failure: BaseException) -> BaseException:
         """Write a report. Return the failure; if it is a `SynclineError`, its text then names the report's folder."""

@@ -116,7 +116,7 @@ class HostGroup(EngineGroup):
         self._device_types = frozenset({"cpu"} if device is None else {"cpu", device.device_type})
         self._in_flight: set[PendingWork] = set()
         self._first_failure: BaseException | None = None
-        self._was_told = False  # whether the program has seen the first failure; if not, `close` raises it
+        self._was_seen = False  # whether the program has seen the first failure; if not, `close` raises it
         self._running: Call | None = None
         self._checks_calls = check_calls and size > 1
         self._stall_warning_s = 0.0
@@ -210,14 +210,14 @@ class HostGroup(EngineGroup):
         try:
             has_run = not async_op and queue.run_here(self._run, call, body, order)
         except BaseException:
-            self._tell()
+            self._note_failure_is_seen()
             raise
         if has_run:
             # The host is done, but the device may not be: the caller's streams must wait for the copy back.
             if order is not None:
                 order.join()
             return FinishedWork(list(writes))
-        work = GroupWork(list(writes), lambda: f"{call} on {self.place()}", queue, issued, order, self._tell)
+        work = GroupWork(list(writes), lambda: f"{call} on {self.place()}", queue, issued, order, self._note_failure_is_seen)
         self._in_flight.add(work)
         # A group of one waits for no other rank, so the call is short. Waking another thread would take longer.
         is_short = self.size == 1 and order is None
@@ -408,7 +408,7 @@ class HostGroup(EngineGroup):
             # After the group's end, the other rank may never come, and nobody else ends this wait. (`abort` sets the first
             # failure a moment after `_is_over`.)
             if self._first_failure is not None or (self._is_over and self._is_closing):
-                self._tell()
+                self._note_failure_is_seen()
                 return self._words.ended(self._first_failure)
             # Without a peer, such as in a group of one, no source can say that the transfer is in vain.
             if not peers:
@@ -498,7 +498,7 @@ class HostGroup(EngineGroup):
             try:
                 self._start(Signature("close"), (), (), self._meet_at_close, is_numbered=False)
             except BaseException as error:
-                self._was_told = True  # the program gets this error, so `_close` must not raise another error in its place
+                self._was_seen = True  # the program gets this error, so `_close` must not raise another error in its place
                 failure = self._first_failure
                 if failure is None or error.__cause__ is not failure:
                     raise
@@ -542,7 +542,7 @@ class HostGroup(EngineGroup):
         self._is_over = True
         self._plans.clear()
         self._queue.stop()
-        failure, was_told = self._first_failure, self._was_told
+        failure, was_seen = self._first_failure, self._was_seen
         is_in_order = drained and failure is None
         # After a failure, or with calls still in flight, closing the library in order might wait for ever.
         if not is_in_order:
@@ -555,10 +555,10 @@ class HostGroup(EngineGroup):
             if self._all_close:
                 self._leavers.forget()
         # Results since the failure are garbage, and a program that does not know of the failure would trust them.
-        if failure is not None and not was_told and not self._is_expected(failure):
-            self._tell()
+        if failure is not None and not was_seen and not self._is_expected(failure):
+            self._note_failure_is_seen()
             raise failure from failure.__cause__
-        if failure is None and not drained and not was_told:
+        if failure is None and not drained and not was_seen:
             raise CollectiveTimeout(
                 f"close on {self.place()}: the calls in flight did not finish within {self.timeout_s:g} s; wait for each work "
                 "before you close the group"
@@ -576,7 +576,7 @@ class HostGroup(EngineGroup):
     @override
     def _abort(self, failure: BaseException) -> None:
         self._stop_watching()
-        self._was_told = True  # the program gives up the calls in flight, so a `close` on another thread does not raise
+        self._was_seen = True  # the program gives up the calls in flight, so a `close` on another thread does not raise
         self._first_failure = failure
         running = self._running  # read once, because another thread may set it to None
         if running is not None:
@@ -611,17 +611,10 @@ class HostGroup(EngineGroup):
             raise error
         raise failure from failure.__cause__
 
-    def _tell(self) -> None:
-        """Note that the program has seen the first failure, if there is one."""
-        if self._first_failure is not None:
-            self._was_told = True
-
     @override
-    def _check_usable(self, signature: Signature) -> None:
-        # If the group is closed, the base class raises another error, so the program does not see the failure here.
-        if self._first_failure is not None and not self._closed:
-            self._tell()
-        super()._check_usable(signature)
+    def _note_failure_is_seen(self) -> None:
+        if self._first_failure is not None:
+            self._was_seen = True
 
     def _on_failure(self, failure: BaseException) -> None:
         """Do nothing. Called once, when the group has failed. `membership.ShrinkableGroup` tells the other ranks here."""

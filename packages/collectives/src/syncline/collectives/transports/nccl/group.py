@@ -706,12 +706,10 @@ class NcclGroup(EngineGroup):
             raise failure.tell() from (error.__cause__ if failure.error is error else error)
 
     @override
-    def _check_usable(self, signature: Signature) -> None:
+    def _note_failure_is_seen(self) -> None:
         failure = self._in_flight.failure
-        # If the group is closed, the base class raises another error, so the program does not see the failure here.
-        if failure is not None and not self._closed:
-            failure.tell()  # to record that the program sees the error, which the base class raises
-        super()._check_usable(signature)
+        if failure is not None:
+            failure.tell()
 
 
 def _described(work: StreamWork, error: BaseException) -> BaseException:
