@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from .errors import SynclineError
+from .health.exit_status import let_go
 
 ENTRY_POINT_GROUP = "syncline.commands"
 
@@ -44,9 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SynclineError as error:
         print(f"syncline: {error}", file=sys.stderr)
         return 2
-    # The reader of standard output has ended, such as `head`. Python flushes again at exit, so let the rest go nowhere.
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of standard output has ended, such as `head`
+        let_go(sys.stdout)
         return 1
     return status
 

@@ -12,9 +12,11 @@ If a script itself raises SystemExit (`raise SystemExit(3)`), only `syncline run
 from __future__ import annotations
 
 import builtins
+import os
 import sys
 import threading
-from typing import Any, NoReturn
+from contextlib import suppress
+from typing import Any, NoReturn, TextIO
 
 _python_exit = sys.exit
 _status: int | None = None
@@ -75,6 +77,17 @@ def exit_status() -> int:
     Call this function in an exit handler, because the status is not known earlier.
     """
     return _status or 0
+
+
+def let_go(stream: TextIO) -> None:
+    """Let what is left in the buffer of a stream go nowhere, because nobody reads the stream any more.
+
+    Python flushes the standard streams at exit. If this fails, Python replaces the exit status by 120.
+    """
+    with suppress(AttributeError, OSError, ValueError):  # not a file, or closed
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, stream.fileno())
+        os.close(nothing)
 
 
 def as_status(code: object) -> int:

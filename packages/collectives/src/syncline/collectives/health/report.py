@@ -27,6 +27,7 @@ from ..engine.cancel_scope import start_thread
 from ..engine.living_set import LivingSet
 from ..errors import InvalidArgumentError
 from ..tensors.checks import is_list_of_integers
+from .exit_status import let_go
 from .recorder import Recorder, find_divergence
 from .statements import ranks_in_words
 
@@ -377,8 +378,12 @@ class Reporter:
 def _say(text: str) -> None:
     # This may run in a signal's handler, and an error would end the training. Standard error may be closed, its reader may have
     # ended, the handler may have interrupted another write to it, or the program may have put its own object there.
-    with suppress(Exception):
+    try:
         print(text, file=sys.stderr)
+    except BrokenPipeError:
+        let_go(sys.stderr)
+    except Exception:  # noqa: BLE001
+        pass
 
 
 def _write_new(folder: Path, stem: str, number: int, text: str) -> None:

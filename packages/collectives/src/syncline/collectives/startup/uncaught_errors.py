@@ -42,6 +42,7 @@ from ..errors import (
     fitted,
     text_of,
 )
+from ..health.exit_status import let_go
 from ..health.liveness import Run, current_run, own_identity
 from .launch import process_manager
 from .silent_ranks import let_silent_ranks_report
@@ -208,9 +209,13 @@ def say(text: str, stream: TextIO | None = None) -> None:
     flush_output()
     # torch's excepthook replaces `sys.stderr`.
     stream = stream or sys.__stderr__ or sys.stderr
-    with suppress(AttributeError, OSError, ValueError):
+    try:
         stream.write(text.rstrip("\n") + "\n")
         stream.flush()
+    except BrokenPipeError:
+        let_go(stream)
+    except (AttributeError, OSError, ValueError):
+        pass
 
 
 # ---- tracebacks ----

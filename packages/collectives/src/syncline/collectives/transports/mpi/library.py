@@ -46,6 +46,8 @@ class Tag(enum.IntEnum):
     """`MPIStatusPost`: the call in which a rank waits."""
     GREETING = 7
     """`connect_neighbours`: empty messages."""
+    SUBSET = 8
+    """`MPITransport.subset`: the first of many tags."""
 
 
 def library_name() -> str:

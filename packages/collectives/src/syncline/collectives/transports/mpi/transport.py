@@ -366,7 +366,10 @@ class MPITransport(LibraryTransport):
             part = whole.Incl(list(members))
             try:
                 # Only the members call Create_group, so no rank outside of the subset has to take part.
-                return self._communicator.Create_group(part, tag=number % _TAGS)
+                # Only the members call Create_group, so no rank outside of the subset has to take part. Open MPI sends messages
+                # with this tag, which a pending receive of the program could take. So use a communicator and tags on which
+                # nobody else receives.
+                return self._private.Create_group(part, tag=Tag.SUBSET + number % (_TAGS - Tag.SUBSET))
             finally:
                 part.Free()
                 whole.Free()
