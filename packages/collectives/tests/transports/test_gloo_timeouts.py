@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -87,3 +88,19 @@ def test_a_collective_may_take_longer_than_the_connection() -> None:
         return tensor.item()
 
     assert run_ranks(2, body) == [2.0, 2.0]
+
+
+def test_each_rank_reaches_its_own_limit_although_it_is_shorter_than_that_of_the_connection() -> None:
+    store, both_are_over = dist.HashStore(), threading.Barrier(3)
+
+    def body(outer: ProcessGroup) -> None:
+        transport = connect(store, outer.rank, 3, "whole", CancelScope(60))
+        group = HostGroup(transport, outer.rank, 3, name="whole", timeout_s=1)
+        if outer.rank < 2:
+            time.sleep(0.5 - outer.rank / 2)  # rank 1 calls first; rank 2 never calls
+            with pytest.raises(CollectiveTimeout):
+                group.all_reduce(torch.ones(1))
+        both_are_over.wait(60)
+        group.abort()
+
+    run_ranks(3, body)

@@ -90,7 +90,7 @@ class GlooTransport(LibraryTransport):
         self.liveness = liveness
         self._store = store
         self.devices = devices
-        self._gloo_timeout_s: float | None = None  # Gloo's time limit for a collective; None: that of the connection
+        self._gloo_timeout_s = group.timeout_s  # Gloo's own time limit for a collective: at first, that of the connection
         self._subsets: Counter[str] = Counter()  # by name and members: how many subsets were made
         _open.add(self)
 
@@ -180,10 +180,12 @@ class GlooTransport(LibraryTransport):
         self._store = store
 
     def _within(self, call: Call) -> TorchGroup:
-        """Return the torch group, in which a collective of Gloo may now take as long as the call."""
+        """Return the torch group, in which a collective of Gloo may now take at least as long as the call."""
         # The call's time limit may be longer than the limit of the connection, for example after `set_timeout`. A limit that no
-        # call reaches would not do: after a failure, Gloo's thread would never let go of the tensors.
-        if call.scope.timeout_s != self._gloo_timeout_s:
+        # call reaches would not do: after a failure, Gloo's thread would never let go of the tensors. And the limit never
+        # becomes shorter: at its own limit, Gloo breaks its connections, so the other ranks get a worse error than that of
+        # their own limit.
+        if call.scope.timeout_s > self._gloo_timeout_s:
             self._group.torch_group._set_default_timeout(torch_limit(call.scope.timeout_s))
             self._gloo_timeout_s = call.scope.timeout_s
         return self._group
