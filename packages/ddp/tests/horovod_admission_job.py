@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from horovod_joining import begin_or_join, wait_until
 
 import syncline.horovod as hvd
 from syncline.collectives import SynclineError, get_default_group
@@ -53,20 +53,9 @@ def train(state: Any) -> None:
             state.commit()
 
 
-def wait_until(condition: Any) -> None:
-    end_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
-
-
 number, count, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 place = (folder / "place").read_text()
-if number:
-    os.environ["SYNCLINE_JOIN"] = "1"
-    wait_until((folder / f"admits-{number}").exists)
-numbers: dict[str, int] = {} if number else {"rank": 0, "world_size": 1}
-hvd.init(backend="gloo", init_method=f"file://{folder}/meeting", timeout=30, **numbers)
+begin_or_join(number, folder, folder / f"admits-{number}")
 torch.manual_seed(number)
 model = torch.nn.Linear(3, 1)
 optimizer = made() if place == IN_CALLBACK else None

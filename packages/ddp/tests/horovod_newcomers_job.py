@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from horovod_joining import begin_or_join, wait_until
 
 import syncline.horovod as hvd
 from syncline.collectives import RankLostError, TransportError, get_default_group
@@ -55,21 +55,10 @@ def die_at(its: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def wait_until(condition: Any) -> None:
-    end_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
-
-
 number, count, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 moment = (folder / "moment").read_text()
 met = folder / "met"
-if number:
-    os.environ["SYNCLINE_JOIN"] = "1"
-    wait_until(met.exists)
-numbers: dict[str, int] = {} if number else {"rank": 0, "world_size": 1}
-hvd.init(backend="gloo", init_method=f"file://{folder}/meeting", timeout=30, **numbers)
+begin_or_join(number, folder, met)
 met.touch()
 if moment == BEFORE_RESET and number == 0:
     group: Any = get_default_group()

@@ -7,6 +7,7 @@ from .engine.observers import ObservedCall, observe_calls
 from .engine.tags import TRACE_CLOCK
 from .forks import Inherited, not_the_rank, tell_in_forks
 from .group import DEFAULT_SILENCE_TIMEOUT_S
+from .health.report import read_each
 from .reduce_op import Reduction
 from .startup.settings import AlgorithmThresholds
 from .tensors.checks import is_list
@@ -38,6 +39,7 @@ __all__ = [
     "not_the_rank",
     "observe_calls",
     "overlaps_itself",
+    "read_each",
     "replace_default_group",
     "tell_in_forks",
 ]

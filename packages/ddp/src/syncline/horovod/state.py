@@ -41,7 +41,7 @@ def broadcast_parameters(
         raise InvalidArgumentError(
             f"expected a state_dict, named parameters or a list of tensors, found {type(params).__name__}"
         )
-    tensors = [value for name, value in entries if not is_extra_state(name, value)]
+    tensors = [value for name, value in entries if not _is_extra_state(name, value)]
     for value in tensors:
         if not isinstance(value, torch.Tensor) and value is not None:
             raise InvalidArgumentError(
@@ -55,7 +55,7 @@ def broadcast_parameters(
         broadcast_coalesced(dense, group=group, root=root_in(group, root_rank))
 
 
-def is_extra_state(name: object, value: object) -> bool:
+def _is_extra_state(name: object, value: object) -> bool:
     """Whether this entry of a module's `state_dict()` comes from `get_extra_state`, and is not a tensor."""
     return str(name).endswith("_extra_state") and not isinstance(value, torch.Tensor)
 

@@ -14,13 +14,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any, get_origin, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 from ..engine.call import DONE, CallRecord
 from ..engine.cancel_scope import start_thread
@@ -30,6 +30,8 @@ from ..tensors.checks import is_list_of_integers
 from .exit_status import let_go
 from .recorder import Recorder, find_divergence
 from .statements import ranks_in_words
+
+T = TypeVar("T")
 
 logger = logging.getLogger("syncline.collectives")
 
@@ -104,24 +106,45 @@ def read_reports(folder: Path) -> list[RankReport]:
     """
     latest: dict[int, RankReport] = {}
     earlier: list[RankReport] = []
-    unreadable: list[str] = []
-    for path in sorted(folder.glob("rank-*.json")):
-        try:
-            report = RankReport.parse(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            unreadable.append(f"{path} is no report of Syncline: {type(error).__name__}: {error}")
-            continue
+    for report in read_each(sorted(folder.glob("rank-*.json")), _read_report, _warn_of_unreadable):
         # A rank may have written several reports, one for each failing group or signal.
         known = [latest[report.rank]] if report.rank in latest else []
         *older, latest[report.rank] = sorted([*known, report], key=lambda report: report.written_at)
         earlier += [replace(one, groups=(), stacks="") for one in older]  # a report may have 3 MB
-    if not latest and unreadable:
-        raise InvalidArgumentError("\n".join(unreadable))
     if not latest:
         raise InvalidArgumentError(f"expected files rank-*.json in {folder}, found none; give the folder that the error named")
-    for words in unreadable:
-        logger.warning("left out: %s", words)
     return sorted([*earlier, *latest.values()], key=lambda report: (report.rank, report.written_at))
+
+
+def _read_report(path: Path) -> RankReport:
+    try:
+        return RankReport.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InvalidArgumentError(f"{path} is no report of Syncline: {type(error).__name__}: {error}") from error
+
+
+def _warn_of_unreadable(words: str) -> None:
+    logger.warning("left out: %s", words)
+
+
+def read_each(paths: Iterable[Path], read: Callable[[Path], T], warn: Callable[[str], object]) -> list[T]:
+    """Call `read` with each path, and return the results. If `read` fails for a path, leave it out, and call `warn` with why.
+
+    Raises:
+        InvalidArgumentError: `read` raised this error for all paths. It is raised before any call of `warn`.
+    """
+    found: list[T] = []
+    problems: list[str] = []
+    for path in paths:
+        try:
+            found.append(read(path))
+        except InvalidArgumentError as error:
+            problems.append(str(error))
+    if problems and not found:
+        raise InvalidArgumentError("\n".join(problems))
+    for words in problems:
+        warn(words)
+    return found
 
 
 def merged(every: Sequence[RankReport]) -> str:
@@ -224,17 +247,7 @@ def text(folder: Path, arguments: argparse.Namespace) -> str:
     Raises:
         InvalidArgumentError: no report of a job can be read, or `--stacks` names a rank that has written no report.
     """
-    reports: list[list[RankReport]] = []
-    unreadable: list[str] = []
-    for one in _folders(folder):
-        try:
-            reports.append(read_reports(one))
-        except InvalidArgumentError as error:
-            unreadable.append(str(error))
-    if not reports:
-        raise InvalidArgumentError("\n".join(unreadable))
-    for words in unreadable:
-        logger.warning("left out: %s", words)
+    reports = read_each(_folders(folder), read_reports, _warn_of_unreadable)
     written = sorted({report.rank for of_job in reports for report in of_job})
     if arguments.stacks is not None and arguments.stacks not in written:
         raise InvalidArgumentError(

@@ -6,10 +6,12 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from syncline.collectives import InvalidArgumentError
+from syncline.collectives.internal import read_each
 
 from .clock import ClockOffset
 from .events import BucketEvent, BucketLayout, CallEvent, OptimizerEvent, StepEvent
@@ -98,20 +100,11 @@ def read_parts(folder: Path) -> list[Part]:
     Raises:
         InvalidArgumentError: there is no part that can be read.
     """
-    parts: list[Part] = []
-    unreadable: list[str] = []
-    for path in sorted(folder.glob(PATTERN)):
-        try:
-            parts.append(read_part(path))
-        # An earlier run with more ranks, or with another version of Syncline, may have left the file.
-        except InvalidArgumentError as error:
-            unreadable.append(str(error))
-    if not parts and unreadable:
-        raise InvalidArgumentError("\n".join(unreadable))
+    # An earlier run with more ranks, or with another version of Syncline, may have left a file that cannot be read.
+    warn = partial(logger.warning, "left out of the trace: %s")
+    parts = read_each(sorted(folder.glob(PATTERN)), read_part, warn)
     if not parts:
         raise InvalidArgumentError(f"expected files {PATTERN} in {folder}, found none; trace with SYNCLINE_TRACE={folder}")
-    for words in unreadable:
-        logger.warning("left out of the trace: %s", words)
     # A folder may still hold files of ranks that only an earlier, larger run had.
     latest = max(part.header.run for part in parts)
     return sorted((part for part in parts if part.header.run == latest), key=lambda part: part.header.rank)
