@@ -2,7 +2,8 @@
 
 No sentence of a page or a README may open with one of `OPENINGS`, which make a reader look for the noun. A question may, and
 so may a heading in the words of a question ("What the launcher does first"). No line of a code block may be wider than
-`MOST_COLUMNS`, beyond which a reader must scroll. Exits 1, with one line per violation, if there is any.
+`MOST_COLUMNS`, beyond which a reader must scroll. The text of an admonition begins below its title. Exits 1, with one line
+per violation, if there is any.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _OPENING = re.compile(rf"[*_`\"'(]*({'|'.join(OPENINGS)})\b")
 _END_OF_SENTENCE = re.compile(r"(?<=[.!?])[*_\"')]*\s+")
 # Blocks of MkDocs whose text is indented: for Markdown alone that would be code.
 _CONTAINER = re.compile(r"(!!!|\?\?\?\+?|===) ")
+# Only the title may stand in the first line of such a block. Otherwise MkDocs shows the whole block as plain text.
+_TEXT_BESIDE_TITLE = re.compile(r"(!!!|\?\?\?\+?|===) [^\"\n]*\"[^\"\n]*\" *[^ \n]")
 
 
 def main() -> int:
@@ -46,6 +49,8 @@ def violations(text: str, first_line: int = 1) -> Iterator[tuple[int, str]]:
         elif token.type in ("fence", "code_block") and token.info != "diff":  # a diff has the lines of its file
             yield from _wide_lines(token, line)
         elif token.type == "inline":
+            if _TEXT_BESIDE_TITLE.match(token.content):
+                yield line, f"the text of a block begins beside its title: {token.content[:60]}"
             yield from _bad_openings(token.content, line, around=tokens[index - 1].type)
 
 

@@ -56,3 +56,11 @@ def test_other_text_passes(page: str) -> None:
 )
 def test_a_wide_line_of_code_is_refused(page: str, line: int) -> None:
     assert list(violations(page.format("x" * (MOST_COLUMNS + 1)))) == [(line, "a line of code has 91 columns, more than 90")]
+
+
+@pytest.mark.parametrize("start", ['!!! tip "A title"', '??? note "A title"', '=== "A title"'])
+def test_text_beside_the_title_of_a_block_is_refused(start: str) -> None:
+    assert list(violations(f"{start}\n    The text.")) == []
+    ((line, words),) = violations(f"Before.\n\n{start} The text\n    goes on.")
+    assert line == 3
+    assert words.startswith("the text of a block begins beside its title")
