@@ -3,8 +3,8 @@
 Each gradient passes these files, in this order:
 
 1. `gradient_hooks`: autograd calls a hook on the parameter, which records the gradient.
-2. `pending_gradients`: detects when a bucket has enough gradients. `usage` says which gradients are final: their parameters get
-   no more gradients in this backward.
+2. `pending_gradients`: detects when a bucket has enough gradients. `usage` says which parameters get no more gradients in this
+   backward.
 3. `readiness`: decides which buckets may start. Buckets start in one order, which is the same on every rank.
 4. `backward_reduction`: lets each of these buckets collect its gradients into one flat buffer (`bucket`).
 5. `bucket_reduction`: starts `all_reduce(AVG)` or a communication hook. The reduction runs while backward continues.

@@ -100,9 +100,9 @@ class BackwardReduction:
         return all(self._usage.may_skip(bucket.indices) for bucket in self._buckets[number + 1 :])
 
     def _start_agreements(self) -> None:
-        """Every rank calls this after its last bucket."""
+        """Every rank calls this method after its last bucket."""
         self._usage.sync_used_map()
-        # If the ranks compare at the end, `finish` starts the comparison.
+        # If the ranks compare their calls only at the end of backward, `finish` starts the comparison.
         if not self._compares_at_end():
             self._verification = self._group.agree_on_calls(async_op=True)
 

@@ -27,7 +27,7 @@ _address_of = torch.Tensor.data_ptr
 class Layout(NamedTuple):
     """The shape and the strides of a view for the gradient of a parameter.
 
-    The strides are the parameter's. If these have gaps or overlaps, the view is contiguous.
+    The strides are the parameter's strides. If the parameter has gaps or overlaps in memory, the view is contiguous.
     """
 
     shape: torch.Size
@@ -47,9 +47,10 @@ class Bucket:
 
         buffer   | view of fc.weight | view of fc.bias | view of conv.weight |     numel = the sum of the views' numels
 
-    A view has the shape of its parameter, and its strides if the parameter's elements fill their memory without gaps (also
-    channels-last). A view keeps these strides if the parameter gets others later, perhaps on some ranks only: equal elements
-    must be at equal places of the buffer on all ranks. So `layouts` are those that all ranks have compared.
+    A view has the shape of its parameter. If the parameter's elements fill their memory without gaps (as in channels-last
+    order), the view also has the parameter's strides. The view keeps these strides even if the parameter gets other strides
+    later. An element must be at the same place of the buffer on all ranks, so `layouts` are the layouts that the ranks have
+    compared.
 
     Attributes:
         indices: the parameters' indices in the reducer.
@@ -207,8 +208,8 @@ class Bucket:
                 foreach_zero(absent)
 
     def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        # `copy_` silently converts another dtype and expands fewer rows, so check both first. Look for other mistakes only when
-        # the copy fails.
+        # `copy_` silently converts dtypes, and expands gradients with too few rows. So check dtypes and sizes before the copy.
+        # Look for other mistakes only when the copy fails.
         numel = sum(map(torch.Tensor.numel, sources))
         expected = self.buffer.numel() if targets is self.views else sum(map(torch.Tensor.numel, targets))
         if set(map(_dtype_of, sources)) != {self.buffer.dtype} or numel != expected:
@@ -312,7 +313,7 @@ class Bucket:
                     return
         targets, sources = [], []
         for position, (parameter, gradient, view) in enumerate(zip(self.parameters, gradients, self.views, strict=True)):
-            # A parameter that only other ranks use gets a gradient here, too. Or other code has dropped the gradient.
+            # Make a gradient if there is none: only other ranks use the parameter, or other code has dropped the gradient.
             if position not in done:
                 targets.append(_new_gradient(parameter) if gradient is None else gradient)
                 sources.append(view)
@@ -355,7 +356,7 @@ def _some_are_none(gradients: Sequence[torch.Tensor | None]) -> bool:
 
 
 def set_view(parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
-    """Make a view of a bucket the parameter's gradient, or a copy of the view if the parameter has other strides now.
+    """Set the parameter's gradient to a view of a bucket. If the parameter has other strides now, set it to a copy of the view.
 
     Fused optimizers pair the elements of parameters and gradients in the order of memory.
     """

@@ -64,7 +64,7 @@ class BucketBuilder:
     def build(self, assigned: Sequence[Sequence[int]], kept_views: Collection[int] = ()) -> list[AnyBucket]:
         """Allocate buckets with these members. This is a collective.
 
-        The gradients of the parameters in `kept_views` become views of the new buckets, with their values.
+        The gradients of the parameters in `kept_views` become views of the new buckets, and keep their values.
         """
         buckets: list[AnyBucket] = []
         for indices in assigned:

@@ -47,13 +47,13 @@ class BucketReduction:
         self._op = ReduceOp.AVG if count in (None, self._group.size) else premul_sum(1 / (count or 1))
 
     def start(self, bucket: AnyBucket, number: int, is_last: Callable[[], bool], times: BucketTimes) -> PendingReduction:
-        """Issue the reduction of a bucket, for the same buckets in the same order on every rank.
+        """Issue the reduction of a bucket. All ranks call this method for the same buckets in the same order.
 
         `is_last` says whether this is the last bucket of the backward. `is_last` may wait for other ranks, and is called only
         if there is a hook.
         """
         with naming_parameters(lambda: bucket.names):
-            # Ask for a hook first: a hook also reduces sparse buckets, on any group.
+            # Check for a hook first: a hook also reduces sparse buckets, on any group.
             if self.hook is not None:
                 shown = GradBucket(bucket, number, is_last(), self._group)
                 return HookReduction(bucket, times, self._future(self.hook, shown), shown, self._group)

@@ -14,7 +14,7 @@ class DelayedUsage(UsageModel):
         usage: the usage model for all other parameters.
         delayed: indices of the delayed parameters, which the last buckets contain.
         until: the index of the parameter for whose last gradient the delayed parameters wait. If None, or if this gradient does
-            not come, they wait for the end of backward.
+            not come, the delayed parameters wait for the end of backward.
     """
 
     def __init__(self, usage: UsageModel, delayed: Collection[int], until: int | None) -> None:
@@ -70,7 +70,7 @@ class DelayedUsage(UsageModel):
         final = [index for index in self._usage.ended() if index not in self._delayed]
         if self._released:
             return final
-        self._released = True  # the end of a backward around this backward may call `ended` again
+        self._released = True  # an enclosing backward may call `ended` again at its end
         return [*final, *sorted(self._delayed)]
 
     def may_skip(self, indices: Collection[int]) -> bool:

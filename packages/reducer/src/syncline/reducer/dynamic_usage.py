@@ -16,9 +16,9 @@ from .usage import UsageModel
 class UsedMap:
     """A map of used parameters, on which the ranks agree.
 
-    The map has one byte for each parameter, its level: the highest level on any rank. Level 0 means unused. In `StaticUsage`,
-    level 1 means that only a backward before the first reduced backward used the parameter, and level 2 that the first reduced
-    backward itself used it. `DynamicUsage` has only levels 0 and 1.
+    The map has one byte for each parameter: the parameter's highest level on any rank. Level 0 means unused. In `StaticUsage`,
+    level 2 means that the first reduced backward used the parameter. Level 1 means that only an earlier backward used the
+    parameter. `DynamicUsage` has only levels 0 and 1.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -76,9 +76,8 @@ class DynamicUsage(UsageModel):
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     # When backward starts, autograd itself computes which nodes it will execute. So at the first gradient of a backward, one
     # question for each parameter (0.2 microseconds) tells which gradients will not come in this backward. These gradients count
-    # as ready at once. The reducer does not walk the graph, and need not know the model's outputs: backward does not reach an
-    # output that is not part of the loss. The question can be asked only while backward runs, and the answer is about the
-    # innermost backward. So re-entrant checkpoints are an error here.
+    # as ready at once. The reducer need not walk the graph from the model's outputs. The question can be asked only while
+    # backward runs, and the answer is about the innermost backward. So re-entrant checkpoints are an error here.
     #
     # A parameter counts as used if it got a gradient since the last reduction, also from a backward that was not synchronised.
     # Each rank knows which parameters it uses only when all its gradients have come. So the all_reduce of `UsedMap` starts

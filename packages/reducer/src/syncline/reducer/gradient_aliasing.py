@@ -25,7 +25,7 @@ class GradientAliasing:
       copied.
     - When the bucket is filled again, a moved gradient that is still its parameter's gradient is not copied.
     - If other code uses the memory of a moved gradient (for example, a list holds the gradient), the bucket uses other memory
-      for this backward. The reduction is slower there, because this memory is not shared with other ranks.
+      for this backward. The reduction is then slower, because the other memory is not shared with other ranks.
 
     Each rank decides by itself which gradients it moves.
 

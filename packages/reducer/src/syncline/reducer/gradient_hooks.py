@@ -24,13 +24,13 @@ class GradientHooks:
     Users' hooks may change a gradient, and may run after the reducer's hook on the parameter. So the reducer collects a bucket
     only after the parameter's autograd node has finished, when all hooks on its latest gradient have run.
 
-    A hook on every node would double the cost. So at first, each bucket hooks only the node of the parameter that is expected
-    to come last. If another parameter comes last, the bucket waits for the next gradient that wakes the reducer, or for the end
-    of backward. From the next backward on, the node of this parameter also has a hook.
+    A hook on every node would double the cost. So at first, each bucket hooks only the node of the parameter whose gradient is
+    expected last. If the gradient of another parameter comes last, the bucket waits for the next gradient that wakes the
+    reducer, or for the end of backward. From the next backward on, the node of this other parameter also has a hook.
 
     The node of every delayed parameter has a hook from the start. Each gradient of a delayed parameter must be taken before the
-    gradient for which the parameter waits. In re-entrant checkpoints, these gradients come in different inner backwards. So the
-    end of the backward may be the next time that the bucket of the delayed parameter is looked at, which is too late.
+    gradient for which the parameter waits. In re-entrant checkpoints, these gradients come in different inner backwards. So
+    without this hook, the reducer might look at the delayed bucket only at the end of backward, which is too late.
 
     Args:
         parameters: the reducer's parameters.
@@ -114,8 +114,8 @@ class GradientHooks:
         """Remove the hooks of other reducers of the same parameters.
 
         A reducer keeps its hooks if one of its forwards waits for its backward, or if one of its backwards is running. Then
-        both reducers average the gradients. They disturb each other if one averages gradients in place, if both use one group,
-        or if their groups have different ranks.
+        both reducers average the gradients. Two reducers disturb each other if one of them averages gradients in place, if both
+        use one group, or if their groups have different ranks.
 
         Returns:
             False if a reducer that disturbs this reducer keeps its hooks.
@@ -136,7 +136,7 @@ class GradientHooks:
 
     def _step_aside(self) -> bool:
         retire = self._retire()
-        # The reducer is in use, so its hooks stay. If the reducer is gone (None), it no longer needs its hooks.
+        # The reducer is in use, so its hooks stay. A reducer that is gone (None) no longer needs its hooks.
         if retire is not None and not retire():
             return False
         self._remove()
@@ -155,7 +155,7 @@ class GradientHooks:
             add(index)
             # This runs for every gradient; see Note [What one gradient costs] in `pending_gradients`.
             if len(indices) in bucket.wake_at:
-                # `wake()` returns None if the reducer is gone, but its hooks are not off yet.
+                # If the reducer is gone, and only its hooks are left, `wake()` returns None.
                 method = wake()
                 if method is not None:
                     method(bucket)

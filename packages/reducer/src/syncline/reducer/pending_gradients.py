@@ -16,10 +16,10 @@ class PendingBucket:
 
     Note [What one gradient costs]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    The call of a Python function for every gradient takes about a microsecond, the largest cost of a reducer in Python. So this
-    function only appends an index to a list. It wakes the reducer only at a bucket's first gradient, where a backward may
-    begin, and when the bucket may be complete. The list needs no lock: all parameters of a bucket are on one device, and
-    autograd has one thread for each device.
+    Autograd calls a Python hook for every gradient. The call takes about a microsecond, the largest cost of a reducer in
+    Python. So the hook only appends an index to a list. The hook wakes the reducer only at a bucket's first gradient, where a
+    backward may begin, and when the bucket may be complete. The list needs no lock: all parameters of a bucket are on one
+    device, and autograd has one thread for each device.
 
     Attributes:
         members: the parameters' indices, in the order in which their gradients are expected.
@@ -37,8 +37,8 @@ class PendingBucket:
     def expect(self, needed: int | None, *, watch_all: bool = False) -> None:
         """Set how many gradients must come before the reducer takes them. None: one gradient is enough.
 
-        The first gradient and gradient number `needed` wake the reducer. Every gradient does, with `watch_all` or if `needed`
-        is None.
+        The first gradient and gradient number `needed` wake the reducer. With `watch_all`, or if `needed` is None, every
+        gradient wakes the reducer.
         """
         self._needed = needed or 1
         self.wake_at: Container[int] = EVERY_GRADIENT if watch_all or needed is None else (1, needed)

@@ -115,22 +115,21 @@ class Reducer(Inherited):
         group: the group whose ranks average their gradients.
         bucket_cap_bytes: the size limit of a bucket, which only the last gradient of the bucket may exceed. A list has the
             limits of the first, second, ... bucket; its last limit also applies to further buckets.
-        first_bucket_cap_bytes: the limit of the first bucket, unless `bucket_cap_bytes` is a list or smaller. A small first
-            bucket starts communication early.
+        first_bucket_cap_bytes: the limit of the first bucket. A small first bucket starts communication early. No effect if
+            `bucket_cap_bytes` is a list, or is smaller.
         gradient_as_bucket_view: make `parameter.grad` a view of the bucket, to save a copy and memory.
         sparse: for each parameter, whether its gradients are sparse (COO). None: no gradient is sparse.
-        find_unused_parameters: allow each backward to reach only some parameters, and different parameters on each rank, but at
-            least one parameter. If no rank uses a parameter, its gradient stays unchanged.
-        skip_all_reduce_unused_params: do not reduce a bucket whose parameters no rank uses. Requires
-            `find_unused_parameters`.
+        find_unused_parameters: a backward may reach only some of the parameters (at least one), and other parameters on each
+            rank. If no rank uses a parameter, its gradient stays unchanged.
+        skip_all_reduce_unused_params: do not reduce a bucket if no rank uses its parameters. Requires `find_unused_parameters`.
         static_graph: promise that every backward with averaging has the graph of the first backward. See `StaticUsage`. As in
             torch, this option overrides `find_unused_parameters`.
         delayed: names of parameters that may get no gradient, one gradient or several gradients in a backward. The reducer
             waits until the gradient of `delayed_until` arrives or backward ends. Then it reduces the gradients of the delayed
             parameters, after all other buckets.
         delayed_until: the name of a parameter. None: the delayed parameters wait for the end of backward.
-        unreduced: names of parameters whose gradients are not averaged yet, from `unreduced` of an earlier reducer. The first
-            backward with averaging includes these gradients, also if this backward does not reach the parameters.
+        unreduced: names of parameters whose gradients are not averaged yet, from an earlier reducer's method `unreduced`. The
+            first backward with averaging includes these gradients, also if this backward does not reach the parameters.
 
     Attributes:
         statistics: the times of the latest iteration.
@@ -399,8 +398,8 @@ class Reducer(Inherited):
         Within a backward that already averages gradients, the method does nothing, because a checkpoint runs forwards again.
 
         The first call with `synchronizes=True` builds the buckets. When a backward has shown the order in which gradients
-        arrive, the next call with `synchronizes=True` builds the buckets again, in this order (but not with
-        `find_unused_parameters`). A call that builds buckets is a collective.
+        arrive, the next call with `synchronizes=True` builds the buckets again, in this order. With `find_unused_parameters`,
+        no call builds the buckets again. A call that builds buckets is a collective.
 
         Args:
             synchronizes: whether the backward of this forward averages gradients over the ranks. If False, the backward only
@@ -500,7 +499,8 @@ class Reducer(Inherited):
         """Return the names of the parameters whose gradients are not averaged yet, for example after a backward in `no_sync`.
 
         These parameters got gradients after this rank's latest backward with averaging. `shadow_backward` does not average
-        them. During a backward with averaging, the result leaves out the parameters that only got gradients in this backward.
+        these gradients. During a backward with averaging, the result leaves out parameters that got gradients only in this
+        backward.
         """
         self._count_unsynchronized()
         return set(self._unreduced)
@@ -543,8 +543,8 @@ class Reducer(Inherited):
         `synchronizes=True` averages gradients. See Note [Which backward is reduced] in `sync_policy`.
         """
         self._sync_policy.keep_local(is_local)
-        # A backward without averaging may have failed before its end, where its gradients are counted. Do not take these
-        # gradients for gradients of the next backward, which may be averaged.
+        # If a backward without averaging has failed before its end, its gradients are not counted yet. Count them now.
+        # Otherwise they would count as gradients of the next backward, which may be averaged.
         self._count_unsynchronized()
 
     def wait_at_end(self, futures: Sequence[AnyFuture]) -> None:
@@ -581,7 +581,7 @@ class Reducer(Inherited):
         if self.needs_everyone:
             raise error_messages.needs_everyone(self._group.place())
         self._count_unsynchronized()
-        # Without a forward, this is a second backward of an earlier forward. The ranks compare this; see `GradSyncPolicy.mark`.
+        # Without a forward, this is a second backward of an earlier forward. `GradSyncPolicy.mark` tells these cases apart.
         if has_forward:
             self._sync_policy.forward(reduces=True)
         self._build_if_due()
@@ -653,7 +653,8 @@ class Reducer(Inherited):
     def has_users_hooks(self) -> bool:
         """Whether users' hooks on parameters see gradients before they are averaged.
 
-        The reducer looks for such hooks only in some backwards; see `is_worth_a_look`. This is the result of the latest look.
+        The reducer looks for such hooks only in some backwards; see `is_worth_a_look`. The value is the result of the latest
+        look.
         """
         return bool(self._users_hooks.indices)
 
@@ -669,7 +670,7 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _on_wake(self, bucket: PendingBucket) -> None:
-        """A hook on a parameter calls this, on the thread of backward.
+        """A hook on a parameter calls this method, on the thread of backward.
 
         See Note [What one gradient costs] in `pending_gradients`.
         """
@@ -696,7 +697,7 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _on_node_done(self, index: int, bucket: PendingBucket) -> None:
-        """A hook on a parameter's node calls this, on the thread of backward."""
+        """A hook on a parameter's node calls this method, on the thread of backward."""
         with self._lock:
             taken = self._pending.node_done(bucket, index)
             if taken:
@@ -760,7 +761,7 @@ class Reducer(Inherited):
 
     def _count_unsynchronized(self) -> None:
         # The thread of a backward with averaging may come here while it holds the lock, for example in a communication hook. So
-        # ask before taking the lock, and ask again, because such a backward may have begun on another thread.
+        # check before taking the lock. Then check again, because such a backward may have begun on another thread.
         if not self._are_pending_local():
             return
         with self._lock:
@@ -816,7 +817,7 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _finish(self) -> None:
-        """Autograd calls this after `_BackwardEnd.end` of all reducers, because `_finish` overwrites gradients."""
+        """Autograd calls this method after `_BackwardEnd.end` of all reducers, because `_finish` overwrites gradients."""
         assert self._running is not None, "a backward that ends has begun"
         self._running.finish(self._on_delivery, self._extra_futures)
         if self._learns_order:

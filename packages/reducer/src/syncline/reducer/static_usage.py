@@ -67,10 +67,11 @@ class StaticUsage(UsageModel):
         return None if expected is None else sum(expected[index] for index in indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """Return the parameters whose last gradient of this backward has come. The first backward has shown how many will come.
+        """Return the parameters whose last gradient of this backward has come.
 
-        During the first backward with averaging, the result is empty. If a parameter gets more gradients than expected, the
-        method returns the parameter again for each additional gradient. Then the reducer raises an error.
+        The first backward with averaging shows how many gradients each parameter gets. During this backward, the result is
+        empty. If a parameter gets more gradients than expected, the method returns the parameter again for each additional
+        gradient. Then the reducer raises an error.
 
         Raises:
             UnexpectedGradientError: a gradient that was None on every rank in the first backward now has a value.

@@ -7,7 +7,7 @@ private to torch                        without it
 ``BackwardCFunction.apply.__code__``    importing the package is an error (it shows whether a backward runs inside another)
 ``_foreach_copy_``, ``_foreach_zero_``  importing the package is an error (they copy or zero many gradients in one call)
 ``torch._C.Future``                     importing the package is an error (``Future.then()`` returns such an object)
-``_current_graph_task_id``              a bucket that an unexpected gradient completes waits for the end of backward, and a
+``_current_graph_task_id``              a bucket whose last gradient was not expected last waits for the end of backward, and a
                                         forward within a backward with averaging is an error (checkpoints of a whole wrapper)
 ``_current_autograd_node``              a backward inside a hook of another backward must reach all parameters by itself
 ``_will_engine_execute_node``           ``find_unused_parameters=True`` is an error
