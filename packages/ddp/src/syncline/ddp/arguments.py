@@ -57,8 +57,8 @@ def tunes_buckets(bucket_cap_mb: object, bucket_cap_mb_list: Sequence[float] | N
 def buffer_synchronization(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
     """Return two flags: whether to broadcast buffers at construction, and whether to broadcast buffers before forwards.
 
-    As in torch, `broadcast_buffers=False` turns off both. `forward_sync_buffers=False` only turns off broadcasts before
-    forwards. If the script passes both arguments, `broadcast_buffers` has no effect.
+    As in torch, `broadcast_buffers=False` sets both flags to False. `forward_sync_buffers=False` sets only the second flag to
+    False. If the script passes both arguments, `broadcast_buffers` has no effect.
     """
     # `broadcast_buffers` is older than `forward_sync_buffers`. Scripts may still pass it.
     if broadcast_buffers is not None:
@@ -101,7 +101,7 @@ def delayed_names(
     param_to_hook_all_reduce: torch.nn.Parameter | None,
     trainable: Sequence[tuple[str, torch.nn.Parameter]],
 ) -> tuple[list[str], str | None]:
-    """Return the names of the delayed parameters, and the name of the parameter after whose gradient they are reduced.
+    """Return the names of the delayed parameters, and the name of the parameter whose gradient must come first.
 
     If the script delays no parameter, the result is ([], None).
 
@@ -130,8 +130,8 @@ def placement(device_ids: Sequence[Any] | None, output_device: Any, parameters: 
     """Return the device to which forwards move their inputs. None: inputs stay on their devices.
 
     Raises:
-        InvalidArgumentError: `device_ids` is given, but the module is on the CPU or on several devices, or `device_ids` does
-            not name the module's only device. Or `output_device` is another device, or is given without `device_ids`.
+        InvalidArgumentError: `device_ids` is given for a module on the CPU or on several devices. Or `device_ids` does not name
+            the module's only device. Or `output_device` is another device, or is given without `device_ids`.
     """
     devices = sorted({str(parameter.device) for parameter in parameters})
     # An empty list means the same as None, as in torch. An array has no truth value.

@@ -45,7 +45,7 @@ def statistics_of(inputs: torch.Tensor) -> BatchStatistics:
     if count == 0:
         nothing = inputs.new_zeros(inputs.shape[1], dtype=torch.float64)
         return BatchStatistics(0, nothing, nothing)
-    # The first mean is rounded. The mean of the small differences from it is its rounding error, added in float64.
+    # The first mean is rounded. Its rounding error is the mean of the differences from this mean. Add this error in float64.
     values, dims = inputs.to(working_dtype(inputs)), reduced_dims(inputs)
     rounded = values.mean(dims, keepdim=True)
     rest = values - rounded

@@ -24,7 +24,7 @@ _CANDIDATES = (
     *((cap, cap) for cap in CAPS_BYTES if cap > MIB),
 )
 _WORTH = 1.05
-"""Other sizes must make a step faster by this factor. Predictions of less are too inexact."""
+"""Other sizes must make a step faster by this factor. Predictions of smaller gains are too inexact."""
 
 _SETTLING_STEPS, _MEASURED_STEPS, _TRIALS = 2, 6, 3
 _MEASURED_BUCKETS = 32
@@ -242,7 +242,7 @@ class BucketTuning:
         tensor = self._group.allocate(max(1, sizes[-1] // dtype.itemsize), dtype, torch.device("cpu")).zero_()
         for size in sizes:
             part = tensor[: max(1, size // dtype.itemsize)]
-            # Do not measure the first call of a size. It takes longer, because it makes the plan that later calls use.
+            # Do not measure the first call of a size: it also makes the plan that later calls use, so it takes longer.
             self._group.all_reduce(part, ReduceOp.AVG)
             trials = [self._timed(part) for _ in range(_TRIALS)]
             issue += [issued for issued, _, _ in trials]

@@ -29,9 +29,9 @@ class BufferHook:
 
     Attributes:
         state: the hook's first argument.
-        hook: a function `hook(state, buffers)`, which gets a dict of the buffers by name, and changes the buffers in place. It
-            may return futures. The end of the backward waits for these futures, if this backward will average gradients.
-            Otherwise the end of the forward waits.
+        hook: a function `hook(state, buffers)`, which gets a dict of the buffers by name, and changes the buffers in place. The
+            function may return futures. If the backward of this forward averages gradients, this backward waits for the futures
+            at its end. Otherwise the forward waits for the futures at its end.
         follows_forward: whether the hook runs after the module's forward. False: before the forward.
     """
 
@@ -110,8 +110,8 @@ class Buffers:
         In evaluation mode, backward reads the running statistics, so they must not change before backward. Call this method
         only after a forward with gradients. A forward is forgotten when the graph of its outputs is gone.
 
-        `reductions` is the number of reduced backwards so far. When it grows, only forwards with a layer in evaluation mode
-        stay remembered.
+        `reductions` is the number of reduced backwards so far. When this number grows, the method forgets all forwards without
+        a layer in evaluation mode.
         """
         if reductions != self._reductions:
             self._reductions = reductions
@@ -125,7 +125,7 @@ class Buffers:
         self._open_forwards = [forward for forward in self._open_forwards if forward.is_open()]
         if marks:
             self._open_forwards.append(_OpenForward(modes, marks))
-        # Nothing tells when the rest of the graph is gone. One record of all such forwards is enough.
+        # Without all nodes, nothing tells when the forward's graph is gone. One record of all such forwards is enough.
         if not are_complete:
             earlier = self._modes_without_graph
             self._modes_without_graph = {layer: earlier.get(layer, True) and mode for layer, mode in modes.items()}
@@ -230,7 +230,7 @@ def _mark(node: torch.autograd.graph.Node) -> _Mark:
     metadata: Any = node.metadata  # a dict, but torch's types say a method
     mark: _Mark = metadata.setdefault(_Mark, _Mark())
 
-    def forget(_: object) -> None:  # does not refer to the node, which would keep itself alive
+    def forget(_: object) -> None:  # a reference to the node would keep the node alive
         if not torch_internals.backward_keeps_graph():
             metadata.pop(_Mark, None)
 

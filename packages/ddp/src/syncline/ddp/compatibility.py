@@ -133,7 +133,7 @@ class TorchNames:
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Whether buffers may differ between ranks, so that the next forward synchronises them (unless this is disabled)."""
+        """Whether buffers may differ between ranks. If so, the next forward synchronises them, unless this is turned off."""
         return self._buffer_sync.are_stale
 
     @require_forward_param_sync.setter
@@ -176,7 +176,7 @@ class TorchNames:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Read by torch's ZeRO optimizer."""
+        """The ZeRO optimizer of torch reads this attribute."""
         return self._reducer.has_rebuilt_buckets
 
     @property
@@ -228,7 +228,7 @@ class TorchNames:
             warnings.warn("the graph is static already: _set_static_graph() changes nothing", stacklevel=2)
             return
         self._reducer.set_static_graph()
-        # From here on, all is as with static_graph=True in the constructor, also for a later reducer and for copies.
+        # From here on, later reducers and copies behave as with static_graph=True in the constructor.
         self.static_graph = True
         self.skip_all_reduce_unused_params = False
         self._watch.allows_unused = False

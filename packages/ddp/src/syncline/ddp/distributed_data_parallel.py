@@ -69,8 +69,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     Every rank builds the same module and wraps it. The constructor gives all ranks the parameters and buffers of rank 0. Each
     rank computes with its own part of the batch. After `loss.backward()` all ranks have the same gradients, bit for bit: the
-    gradients of the mean of the ranks' losses. If all ranks use the same optimizer and options, their replicas stay equal. (For
-    the optimizer's state after `join`, see there.)
+    gradients of the mean of the ranks' losses. If all ranks use the same optimizer and options, their replicas stay equal.
+    (After `join`, the optimizers' states may differ; see `join`.)
 
     The arguments have the names and the order of torch's DDP. The page "Differences from torch" lists the arguments whose
     meaning differs.
@@ -90,8 +90,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             no default group, the constructor calls Syncline's `init_process_group()`.
         bucket_cap_mb: the approximate size of a bucket of gradients in MiB. None: 25, but 1 for the first bucket. "auto": DDP
             measures about ten steps, then chooses sizes; see `tuned_bucket_cap_mb`.
-        find_unused_parameters: True: a backward may leave out parameters, and each rank may leave out others. If a parameter
-            gets no gradient on any rank, it keeps its previous `grad`.
+        find_unused_parameters: True: a backward may leave out parameters, and each rank may leave out other parameters. If a
+            parameter gets no gradient on any rank, it keeps its previous `grad`.
         check_reduction: deprecated; has no effect.
         gradient_as_bucket_view: True makes each `parameter.grad` a view of its bucket. This saves one copy of all gradients, in
             time and in memory. Do not call `detach_()` on these gradients.
@@ -169,7 +169,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._state = ModuleState(module, self.parameters_to_ignore)
         self.process_group = choose_group(process_group, device_mesh)
         self._group = as_ours(self.process_group)
-        # Only a default group is found again after a copy; see `__getstate__`.
+        # A copy can find only a default group again; see `__getstate__`.
         self._is_default_group = device_mesh is None and is_default_group(self.process_group, self._group)
         self.device_mesh = device_mesh
         # If a check fails on one rank, the other ranks raise an error, too, in `_verify_options`.
@@ -264,9 +264,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
         The backward averages gradients over the ranks, unless the forward runs inside `no_sync`.
 
-        If `forward_sync_buffers` is True, the first forward begins with a broadcast of rank 0's buffers (within `join`: of the
-        highest rank that has inputs). As in torch, a later forward broadcasts buffers only if the backward of the previous
-        forward averages gradients.
+        If `forward_sync_buffers` is True, the first forward begins with a broadcast of rank 0's buffers (within `join`: the
+        buffers of the highest rank that has inputs). As in torch, a later forward broadcasts buffers only if the backward of
+        the previous forward averages gradients.
         """
         has_backward = torch.is_grad_enabled()
         will_reduce = has_backward and self.require_backward_grad_sync
@@ -294,8 +294,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         if (has_backward or self.mixed_precision is not None) and self._watch.is_due(self._reducer.reductions):
             if has_backward:
                 trains = self._follow_module(within_join=self._join is not None)
-            # A forward without gradients averages nothing, so a later forward follows the change, together with the other
-            # ranks. But this forward, too, computes with what the module has now.
+            # A forward without gradients averages nothing, so a later forward follows the change, on all ranks. But this
+            # forward must already run with the module's present parameters and buffers.
             else:
                 self._low_precision = lower_precision(self.mixed_precision, self._state)
         try:
@@ -305,7 +305,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             if trains:
                 if will_reduce:
                     self._runtime.forward_begins(self._reducer.statistics)
-                # Here, because the script may attach optimizers after construction.
+                # Do this in each forward, because the script may attach optimizers after construction.
                 self.fused_optimizer.adopt(self._reducer.parameters, self._reducer.reductions)
                 self._reducer.prepare_for_backward(synchronizes=will_reduce)
         except DisagreementError as error:
@@ -315,7 +315,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
                 self._warn_of_users_hooks()
             if self._input_device is not None:
                 inputs, kwargs = torch_internals.moved_to(self._input_device, inputs, kwargs)
-        # The GPU may have no memory left, or warnings may be errors. Then the forward has failed, as in the module itself.
+        # For example, the GPU has no memory left, or the script turns warnings into errors. Then the forward has failed.
         except BaseException:
             self._cancel_forward(trains, will_reduce)
             raise
@@ -332,7 +332,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """
         watch = self._watch
         if not watch.has_changed():
-            if watch.has_sign:  # a conversion may have been undone; autograd still has new nodes
+            if watch.has_sign:  # parameters may have been converted, and converted back: then they have new nodes
                 refuse_layers_that_see_one_rank(self.module, self._group)  # a new layer may have no parameters
                 self._reducer.find_nodes_again()
                 # There may be new modules without parameters, which may get parameters later, and may have buffers.
@@ -456,8 +456,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """Whether gradients of this rank wait for averaging, such as after a backward in `no_sync`.
 
         A backward without averaging sets the value to True, and this rank's next backward with averaging sets it to False.
-        `zero_grad` does not change the value, nor do other ranks' backwards in `join()` while this rank has no inputs. Hooks
-        may read the value during a backward.
+        `zero_grad` does not change the value. Within `join()`, backwards of other ranks do not change the value of a rank
+        without inputs. Hooks may read the value during a backward.
         """
         return self._reducer.has_local_gradients
 
@@ -466,9 +466,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     ) -> Join:
         """A context around a training loop in which ranks may have different numbers of inputs. See `Join`.
 
-        At the end, all ranks get the parameters and buffers of a rank that was last. But each rank keeps the state of its
-        optimizer, such as momentum. So if you use the optimizer after the context, first give all ranks the optimizer state of
-        a rank that was last. Otherwise the replicas drift apart, as with torch's DDP.
+        At the end, all ranks get the parameters and buffers of a rank that had the most inputs. But each rank keeps the state
+        of its optimizer, such as momentum. So if you use the optimizer after the context, first give all ranks the optimizer
+        state of a rank that had the most inputs. Otherwise the replicas drift apart, as with torch's DDP.
 
         Args:
             divide_by_initial_world_size: True: divide gradients by the number of all ranks. False: divide by the number of
@@ -517,9 +517,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """From now on, average gradients over the ranks of another group. The new group may have more, fewer or other ranks.
 
         Every rank of the new group calls this method. Before the call, give each new rank the parameters and buffers of the
-        other ranks: the method compares no values. It copies values only if a rank has changed its module's parameters and has
-        not run a forward with gradients since then. As in this forward, all ranks get rank 0's values of the new parameters
-        (and of new buffers, if the constructor has broadcast the buffers), unless `init_sync` is False.
+        other ranks: the method compares no values. The method copies values in one case: a rank has changed its module's
+        parameters, and has run no forward with gradients since then. Then all ranks get rank 0's values of the new parameters,
+        and of new buffers if the constructor has broadcast the buffers. If `init_sync` is False, the method copies nothing.
 
         The communication hook stays registered. If the hook's state holds the old group, register the hook with a new state. A
         running `trace` ends. `watch_stragglers` and `check_replicas` go on if all ranks of the new group have the same `every`,
@@ -545,7 +545,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             )
         chosen = choose_group(process_group)
         group = as_ours(chosen)
-        # No forward may have followed the latest change of the module yet.
+        # Perhaps no forward has run since the latest change of the module.
         self._state.module = self.module
         self._state.check(group, buffers=self._sync_buffers_at_first or self.forward_sync_buffers)
         # If a check fails on one rank, the other ranks raise an error in `verify_same_options`.
@@ -561,7 +561,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         reducer = self._make_reducer(group, unreduced=self._reducer.unreduced())
         self._reducer.close()
         self._stop_counting_steps_together()
-        # Ranks of the old group may be gone, so do not merge the files: each rank only closes its file.
+        # Ranks of the old group may be gone, so do not merge the trace files: each rank only closes its file.
         for recording in self._recordings:
             recording.abandon()
         self._uneven_inputs = None  # it holds the old reducer
@@ -571,21 +571,22 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.device = next((p.device for _, p in self._state.parameters() if p.requires_grad), self.device)
         self._reducer = reducer
         self._reducer.set_hook(hook, state)
-        # The next forward synchronises the buffers on all ranks: a new rank has synchronised none, and old ranks may differ in
-        # whether their latest forward has.
+        # Let the next forward synchronise the buffers on all ranks. Buffers may be due only on some ranks: a new rank has run
+        # no forward.
         self._buffer_sync.look_again()
         self._buffer_sync.are_stale = True
         self._tune_buckets()
-        # All ranks begin to count steps again, so they count alike.
+        # All ranks count steps from 1 again, so all ranks have the same numbers.
         if stragglers_every is not None:
             self.watch_stragglers(stragglers_every)
         if check_every is not None:
             self.check_replicas(check_every)
 
     def _verify_and_share_new(self, group: ProcessGroup) -> None:
-        """A collective of a new group. Compare the modules. Give all ranks rank 0's values of what no forward has shared."""
+        """A collective of a new group. Compare the modules. Copy rank 0's values of the tensors that no forward has shared."""
         mine = []
-        # If no parameter has changed, a forward may have made the new buffers. Each rank keeps its own, as in a forward.
+        # If no parameter has changed, a forward may have made the new buffers. Each rank keeps its own buffers, as in a
+        # forward.
         if self._init_sync and self._watch.has_changed():
             mine += [name for name, _ in self._watch.new()]
             mine += [name for name, _ in self._watch.new_buffers()] if self._sync_buffers_at_first else []
@@ -599,7 +600,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def _intervals_of(self, group: ProcessGroup) -> list[int | None]:
         """Return the `every` of `watch_stragglers` and of `check_replicas` for a new group, or None. A collective of the group.
 
-        Both go on only if all ranks of the new group have the same number.
+        Each of the two watches goes on only if all ranks of the new group have the same number.
         """
         mine = [None if watch is None else watch.every for watch in (self._straggler_watch, self._replica_check)]
         said = exchange_objects(mine, group=group)
@@ -649,9 +650,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def register_post_average_grad_hook(self, hook: AverageHook) -> RemovableHandle:
         """Call `hook(parameter)` in backward, as soon as `parameter.grad` is the average over the ranks.
 
-        For example, the hook may step an optimizer, or clip or log the gradient. The hook may set `parameter.grad` to None. It
-        must not communicate. It runs on the thread of backward. It is not called in a backward that does not average (see
-        `no_sync`), and not for parameters that no rank used.
+        For example, the hook may step an optimizer, or clip or log the gradient. The hook may set `parameter.grad` to None. The
+        hook must not communicate. The hook runs on the thread of backward. A backward that does not average (see `no_sync`)
+        does not call the hook. A backward that averages does not call the hook for parameters that no rank used.
 
         Returns:
             A handle. Call `remove()` of this handle to unregister the hook.
@@ -665,7 +666,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @contextmanager
     def trace(self, folder: str | Path, first: int = 1, last: int | None = None) -> Iterator[None]:
-        """A context that records where the time of each training step goes. Entering and leaving it are collectives.
+        """A context that records where the time of each training step goes. To enter or to leave the context is a collective.
 
         Each rank writes a file in the folder. After the last step, rank 0 merges the files into `trace.json`. Open this file in
         ui.perfetto.dev, or show tables of the steps with `syncline report`. The environment variable `SYNCLINE_TRACE` starts a
@@ -788,7 +789,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._reducer.on_iteration(None)
 
     def _stop_counting_steps_together(self) -> None:
-        # All ranks do these things at the same step, but ranks may now have different numbers of steps.
+        # Each of these features needs the same step number on all ranks. From now on, the ranks' step numbers may differ.
         self._stop_watching_stragglers()
         self._stop_checking_replicas()
         if self._bucket_tuning is not None:

@@ -135,14 +135,14 @@ class Elastic:
     # barrier in place of the `all_reduce` would cost more: it compares the calls of all ranks, which the end of the backward
     # has just compared.)
     #
-    # A step changes buffers, random state and a hook's error feedback before it is applied, and perhaps parameters (a momentum
-    # encoder). A GradScaler may leave out `optimizer.step()`; then the ranks agree at the end of the body, when the scaler and
-    # schedulers have changed, too. `StepSnapshot` restores all of these before a step is repeated. All backwards of a step come
-    # before its first `optimizer.step()`; there may be several backwards, and several optimizers.
+    # Before a step is applied, it may already have changed buffers, the random state, a hook's error feedback, and parameters
+    # (of a momentum encoder). A GradScaler may leave out `optimizer.step()`; then the ranks agree at the end of the body, when
+    # the scaler and schedulers have changed, too. `StepSnapshot` restores all of these before a step is repeated. All backwards
+    # of a step come before its first `optimizer.step()`; there may be several backwards, and several optimizers.
     #
     # If an optimizer has not stepped in a step, its gradients may be a part of a sum over several steps. So the next snapshot
-    # keeps copies of them, and newcomers get them. They are averages, which are the same on all ranks. Gradients that are not
-    # averaged yet would be lost with their rank, so a step must not end with such gradients.
+    # keeps copies of these gradients, and newcomers get them. These gradients are averages, which are the same on all ranks.
+    # Gradients that are not averaged yet would be lost with their rank, so a step must not end with such gradients.
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class Elastic:
         self._accumulated: list[torch.nn.Parameter] = []
         self._agreements = 0
         self.applied_steps = 0
-        self._offered: tuple[ProcessGroup, int] | None = None  # while `batches` runs: the group and the number of its batch
+        self._offered: tuple[ProcessGroup, int] | None = None  # while `batches` runs: the group, and the batch's number
         self.lost_ranks: list[int] = []
         self.recovery_s: list[float] = []
         self._members = set(group.members)  # all past and present members that this rank knows
@@ -304,7 +304,7 @@ class Elastic:
                 yield
             accumulated = self._accumulated_gradients()
             self._agree()  # the body may not have called optimizer.step()
-            self._accumulated = accumulated  # only now: a step that is not applied leaves the earlier gradients
+            self._accumulated = accumulated  # only now: if the step is repeated, it begins with the earlier list
         # The step is repeated: `batches` gives the same batch again.
         except _NotAppliedError:
             pass
@@ -457,8 +457,8 @@ class Elastic:
     def _meet(self, meet: Callable[[], ProcessGroup]) -> dict[int, int]:
         """Call `meet` to make a new group, let the model use it, and give newcomers the state of the training.
 
-        If no rank has applied the present step, undo it. If a rank is lost meanwhile, raise an error; then call this method
-        again.
+        If no rank has applied the present step, undo it. If a rank is lost meanwhile, raise an error. Then the caller calls
+        this method again.
 
         Returns:
             For each member that had a state, the number of agreements in which it took part.
@@ -568,10 +568,10 @@ class Elastic:
         self._waiting = 0
         self._group.expect_losses(True)
         try:
-            # The code after the step may take long on one rank, such as writing a checkpoint. `admit` would give this rank up
-            # after `silence_timeout_s`.
+            # Wait for all ranks here. One rank may take long to come, for example because it writes a checkpoint after the
+            # step. `admit` would give this rank up after `silence_timeout_s`.
             self._group.barrier()
-            # Ranks on which the agreement failed call `shrink`. Both calls take part in one vote.
+            # Ranks on which the agreement failed call `shrink`. In `admit` and `shrink`, the ranks take part in the same vote.
             present = self._meet(lambda: self._group.admit(silence_timeout_s=self._silence_timeout_s, limit=self._vacancies))
         except TransportError as error:
             self._recover(error)
@@ -587,7 +587,7 @@ class Elastic:
 
         Raises:
             MisuseError: on a newcomer that differs, which then ends.
-            RankLostError: on the other ranks, which meet again without it.
+            RankLostError: on the other ranks, which then call `_meet` again, without this newcomer.
         """
         outline = {"communication hook": _describe_hook(*self._model.communication_hook), **self._state.outline()}
         expected = broadcast_object(outline if self._group.rank == root else None, root, group=self._group)
@@ -610,7 +610,7 @@ class Elastic:
         )
 
     def _share_state(self, root: int) -> None:
-        """A collective. Give newcomers the state of `root`. Other ranks keep theirs."""
+        """A collective. Give newcomers the state of `root`. Other ranks keep their states."""
         mine = (
             (self._state.collect(self._accumulated), self._agreements, self.applied_steps) if self._group.rank == root else None
         )
@@ -621,7 +621,7 @@ class Elastic:
             self._phase = _Phase.BETWEEN_STEPS  # no longer a newcomer
 
     def _share_hook_state(self, root: int) -> None:
-        """A collective, unless the hook has no state that can be saved."""
+        """Give all ranks the hook's state of `root`, if this state can be saved. Then the method is a collective."""
         state = HookState(self._model.communication_hook[1])
         if state.can_be_saved:
             state.load(broadcast_object(state.collect() if self._group.rank == root else None, root, group=self._group))
@@ -649,8 +649,9 @@ class Elastic:
 
 def _new_pass(loader: Iterable[Batch]) -> Iterator[Batch]:
     iterator = iter(loader)
-    # An iterator cannot begin again. After a loss it would leave out batches that were not applied, and give old shares.
-    # Some loaders also return themselves, but they have a length, and begin again (Lightning's `CombinedLoader`).
+    # An iterator cannot begin again. After a loss it would leave out batches that were not applied, and give old shares. For
+    # some loaders (Lightning's `CombinedLoader`), `iter` also returns the loader itself. But these loaders begin again, and
+    # have a length.
     if iterator is loader and not hasattr(loader, "__len__"):
         raise MisuseError(
             f"expected a loader that can begin again, such as a DataLoader, found an iterator ({type(loader).__name__}): pass "

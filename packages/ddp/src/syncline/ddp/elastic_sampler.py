@@ -26,7 +26,7 @@ def share_bounds(rank: int, ranks: int, begin: int, end: int) -> tuple[int, int]
 
 
 class ElasticSampler(Sampler[list[int]]):
-    """Yields the indices of this rank's share of each batch. Pass it to a `DataLoader` as `batch_sampler`.
+    """Yields the indices of this rank's share of each batch. Pass the sampler to a `DataLoader` as `batch_sampler`.
 
     A batch contains the samples of all ranks, so the number of steps does not depend on the number of ranks. Each epoch uses
     every sample once, in batches whose sizes differ by at most one sample. (With `drop_last` all batches have the same size,

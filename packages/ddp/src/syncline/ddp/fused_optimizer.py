@@ -35,7 +35,7 @@ class AverageHooks:
         return handle
 
     def __call__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Call the hooks for these parameters, then step them. Their gradients must be averaged."""
+        """Call the hooks for these parameters, then step the parameters. Their gradients must be averaged."""
         if self._hooks:
             for parameter in parameters:
                 for hook in tuple(self._hooks.values()):
@@ -84,7 +84,8 @@ class FusedOptimizer:
             return
         for parameter in parameters:
             attached = getattr(parameter, IN_BACKWARD_OPTIMIZERS, None)
-            # Each optimizer that the script has attached since the last look has a hook.
+            # No optimizer is attached, or none is new since the last look. A new optimizer has a hook, which is taken off
+            # below.
             if attached is None or attached == self._adopted.get(parameter):
                 continue
             if parameter in self._adopted or parameter not in self.optimizers:

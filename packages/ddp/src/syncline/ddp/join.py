@@ -49,7 +49,7 @@ class JoinHook:
         """
 
     def leave(self) -> None:
-        """Undo what this hook has changed in its joinable. `Join` calls this at the end of the context, also after an error."""
+        """Undo the hook's changes of its joinable. `Join` calls this method at the end of the context, also after an error."""
 
 
 class Joinable(ABC):
@@ -121,7 +121,7 @@ class Join:
         if any(not _is_same(group, groups[0]) for group in groups):
             raise InvalidArgumentError(f"expected joinables of one process group, found {', '.join(map(repr, groups))}")
         self._group = groups[0]
-        # This is mostly the CPU. The host reads the roll call at once, and a GPU would make the host wait.
+        # Use the CPU if the group supports the CPU: the host reads the tensor at once, and would have to wait for a GPU.
         self._device = message_device(self._group, first.join_device)
         self._present: tuple[int, ...] = tuple(range(self._group.size))
 
@@ -161,7 +161,8 @@ class Join:
                     raise MisuseError(
                         f"this {type(joinable).__name__} is within a join context already: end that context first"
                     )
-            # A script may enter the same object again, perhaps after a change of the group. No rank was present at its end.
+            # A script may enter the same object again, perhaps after a change of the group. So begin again with all ranks
+            # present.
             self._begin()
             for joinable in self._joinables:
                 joinable._join = self
@@ -202,7 +203,8 @@ class Join:
         for joinable in self._joinables:
             joinable._join = None
         for hook in self._hooks:
-            # The error may have left a backward unfinished. Then the hook refuses, which must not hide the error.
+            # After an error in the loop, a backward may be unfinished. Then `leave` raises an error, which must not hide the
+            # first error.
             with suppress(MisuseError) if has_failed else nullcontext():
                 hook.leave()
 

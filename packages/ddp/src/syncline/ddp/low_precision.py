@@ -186,7 +186,7 @@ class LowPrecision:
         )
 
     def _enter_backward(self, found: _Found, casts: Tensors) -> None:
-        """Autograd calls this before it uses the gradient of an output."""
+        """Autograd calls this method before it uses the gradient of an output."""
         thread, backward = threading.get_ident(), current_backward()
         with _entering:
             # Another output of this backward, or a backward around this one, has put the casts in place already.
@@ -233,7 +233,7 @@ def _cast(parameter: torch.Tensor, dtype: torch.dtype) -> _Cast:
 
 @torch.no_grad()
 def _write_changes(parameter: torch.Tensor, cast: torch.Tensor) -> bool:
-    """Copy the elements of `cast` that the forward has changed to `parameter`. Return whether the forward has changed any."""
+    """Copy elements from `cast` to `parameter` if the forward has changed them. Return whether there are such elements."""
     written, unwritten = cast.detach(), parameter.detach().to(cast.dtype)
     if torch.equal(bytes_of(in_plain_order(written)), bytes_of(in_plain_order(unwritten))):
         return False

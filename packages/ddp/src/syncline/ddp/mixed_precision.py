@@ -23,8 +23,8 @@ class MixedPrecision:
     Args:
         param_dtype: the dtype of the computation. Each forward converts its parameters and inputs to this dtype. Gradients are
             accumulated in the parameters' own dtype. None: no conversion.
-        reduce_dtype: gradients are averaged in this dtype. None means `param_dtype`. If both are None, gradients keep their
-            dtype.
+        reduce_dtype: gradients are averaged in this dtype. None means `param_dtype`. If `param_dtype` is None, too, gradients
+            keep their dtype.
         buffer_dtype: buffers are converted to this dtype permanently. None: no conversion.
 
     Only floating point tensors are converted. Parameters and buffers that DDP ignores

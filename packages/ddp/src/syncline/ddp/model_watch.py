@@ -92,7 +92,7 @@ class ModelWatch:
         """Remember the module's submodules, and the attributes that hold parameters, for later comparisons."""
         self.has_sign = False
         parameters: list[Any] = [parameter for _, parameter in self._state.parameters()]
-        # A lazy parameter has no shape yet. Frozen parameters have no gradients, so their shapes and strides are no matter.
+        # A lazy parameter has no shape yet. Frozen parameters have no gradients, so their shapes and strides do not count.
         self._shapes = [(p, p.shape, p.stride()) for p in parameters if p.requires_grad and not is_lazy(p)]
         parts = list(self._state.module.modules())
         self._parts = {self._owner, id(None), *map(id, parts)}  # a container may hold None in place of a layer
@@ -201,7 +201,7 @@ class ModelWatch:
         self.has_sign = True
 
     def note_registration(self, part: torch.nn.Module) -> None:
-        """Set `has_sign` if `part` belongs to the watched module. torch calls this for each registration with `part`."""
+        """Set `has_sign` if `part` belongs to the watched module. torch calls this function after each registration."""
         if id(part) in self._parts:
             self.has_sign = True
 

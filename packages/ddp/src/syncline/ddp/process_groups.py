@@ -20,7 +20,7 @@ AnyGroup: TypeAlias = ProcessGroup | dist.ProcessGroup
 
 
 def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
-    """Return the group that the arguments name. None: the default group.
+    """Return the group that one of the arguments names, or the default group if both arguments are None.
 
     Raises:
         InvalidArgumentError: both arguments were given, the mesh has several dimensions, or `process_group` is not a group.

@@ -72,7 +72,7 @@ class ReplicaHash:
 def _lanes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bits as 32-bit integers, in the order of its elements."""
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    # `contiguous` leaves a single element its stride, with which torch shows no bytes.
+    # `contiguous` does not change the stride of a single element. With some strides, torch refuses a view of bytes.
     flat = real.contiguous().as_strided((real.numel(),), (1,)).view(torch.uint8)
     rest = -flat.numel() % 4
     # torch shows 32-bit integers only from an address in the storage that is a multiple of four.

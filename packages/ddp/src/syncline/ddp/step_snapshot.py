@@ -25,7 +25,7 @@ class StepSnapshot:
         stateful: other objects that change with the steps, such as schedulers or a GradScaler.
         hook_state: the state of the communication hook, whose errors of error feedback are saved.
         accumulated: parameters whose gradients are accumulated for a later `optimizer.step()`. These gradients are saved.
-        earlier: the snapshot of the previous step. The new snapshot takes over its memory, so do not use it any more.
+        earlier: the snapshot of the previous step. The new snapshot takes over its memory, so do not use `earlier` any more.
     """
 
     def __init__(
@@ -87,7 +87,8 @@ class StepSnapshot:
         torch.set_rng_state(self._random_state)
         for each, state in self._states:
             # If the step ended between `scaler.unscale_()` and `scaler.update()`, the scaler remembers that it has unscaled the
-            # gradients. This is not part of its state_dict, and only `update` forgets it. `update` needs an earlier `scale`.
+            # gradients. The scaler's state_dict does not contain this memory, and only `update` clears it. `update` needs an
+            # earlier `scale`.
             if isinstance(each, torch.amp.GradScaler):
                 each.scale(torch.zeros((), device="cpu"))
                 each.update(1.0)

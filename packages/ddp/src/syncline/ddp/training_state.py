@@ -84,9 +84,9 @@ def _with_dtypes_of(saved: Any, loaded: Any) -> Any:
 class TrainingState:
     """The state that a joining rank gets from another rank.
 
-    This is the state of model, optimizers, sampler, CPU random numbers and `stateful` objects, `requires_grad` of each
-    parameter, `training` of each module, and gradients that are accumulated for a later `optimizer.step()`. Optimizers and
-    `stateful` objects have the same order on all ranks.
+    The state contains the states of model, optimizers, sampler, CPU random numbers and `stateful` objects. It also contains
+    `requires_grad` of each parameter, `training` of each module, and gradients that are accumulated for a later
+    `optimizer.step()`. Optimizers and `stateful` objects have the same order on all ranks.
     """
 
     def __init__(

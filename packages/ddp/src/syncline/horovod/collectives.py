@@ -656,7 +656,7 @@ def _announce(process_set: ProcessSet, tensors: Sequence[torch.Tensor], op: Op) 
 def _announce_gradients(process_set: ProcessSet, results: Sequence[torch.Tensor], op: Op) -> None:
     """Announce the all-reduce of the gradients, too, right before backward begins it."""
     node = next((result.grad_fn for result in results if result.grad_fn is not None), None)
-    # Without a node, autograd does not record the allreduce. Other operations have no backward.
+    # Without a node, autograd does not record the allreduce. Operations other than `Average` and `Sum` have no backward.
     if node is None or op not in (Average, Sum):
         return
     # A gradient has the shape, dtype and device of its result. Do not hold the results, which hold the node.

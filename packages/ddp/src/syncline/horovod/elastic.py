@@ -102,7 +102,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
 def _change_ranks(make: Callable[[], ProcessGroup]) -> None:
     """Go on with the group that `make` returns. If a rank is lost meanwhile, go on without this rank."""
-    failed_s: float | None = None  # not the beginning: a new process may wait almost as long until it is let in
+    failed_s: float | None = None  # the time of the first error, not of the call: a new process may wait long for `admit`
     while True:
         try:
             _go_on(make())
@@ -240,7 +240,7 @@ class TorchState(ObjectState):
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
         things = {"model": model, "optimizer": optimizer, **kwargs}
-        # Only the names: the script may replace an object, and then drops the old one.
+        # Keep only the names: if the script replaces an object, this state must not keep the old object alive.
         self._kept = [name for name, thing in things.items() if _has_state(thing)]
         self._snapshots: dict[str, Any] = {}
         for name in self._kept:

@@ -69,7 +69,7 @@ class _Rest(IntEnum):
     DENSIFIED = 3
     """The gradient was sparse, and was made dense."""
     TWICE = 4
-    """A backward added to a gradient that was combined already. The sum of both cannot be combined any more."""
+    """A backward added to a gradient that was combined already. The result cannot be combined any more."""
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -141,7 +141,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         )
     kind = type(optimizer)
     made: Any = object.__new__(type(kind.__name__, (_Distributed, kind), {"__module__": __name__}))
-    # Take over all attributes: state, options, hooks. Leave out `step`: a scheduler's replacement would bypass our `step`.
+    # Take over all attributes: state, options, hooks. Leave out `step`, which a scheduler may have replaced: the replacement
+    # would bypass our `step`.
     made.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     made._combining = combining
     _keep_shared(optimizer)
@@ -250,9 +251,9 @@ class _Distributed:
 # ---- gradients, during backward ----
 
 
-# All optimizers of this process, each with whether it combines the gradients of all ranks. These optimizers have the same order
-# on all ranks. Those of an added process set may exist on some ranks only. Deleted optimizers stay in the list until
-# `elastic.run` changes the ranks.
+# All optimizers of this process. The flag says whether the optimizer combines the gradients of all ranks. Optimizers with this
+# flag have the same order on all ranks. Optimizers of an added process set may exist on some ranks only. Deleted
+# optimizers stay in the list until `elastic.run` changes the ranks.
 _made: list[tuple[weakref.ref[_GradientCombining], bool]] = []
 
 
@@ -388,7 +389,7 @@ class _GradientCombining:
     # ---- during backward ----
 
     def _came(self, number: int, parameter: torch.Tensor) -> None:
-        """Autograd calls this after it has added the gradient to `parameter.grad`, and before the reducer's hook."""
+        """Autograd calls this method after it has added the gradient to `parameter.grad`, and before the reducer's hook."""
         if self._sparse_as_dense and parameter.grad is not None and parameter.grad.is_sparse:
             self._densified.add(number)
             parameter.grad = parameter.grad.to_dense()
@@ -445,7 +446,7 @@ class _GradientCombining:
         self._has_begun = True
 
     def _ended(self, _: object = None) -> None:
-        """Called after each reduced backward, and after the reductions of `synchronize`."""
+        """The reducer and `_reduce` call this method after each reduction."""
         self._hear()
         self._is_reduced = True
         self._late.difference_update(self._members)
@@ -593,7 +594,7 @@ class _GradientCombining:
         if is_plain and self._op is Sum:
             reducer.divide_by(1)
         else:
-            # A hook needs one more copy.
+            # Use a hook only if necessary, because a hook needs one more copy.
             reducer.set_hook(_reduce_bucket, (self._compression, self._op, self._predivide))
 
 

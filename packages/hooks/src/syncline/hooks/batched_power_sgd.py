@@ -63,7 +63,7 @@ def _bucketwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> St
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
     with plain_math(buffer.device), state.statistics.stage("second factor"):
         used_here([padded])
-        # torch adds the epsilon to the norm of a sum over the ranks. Our `p` is a mean, so the epsilon is divided, too.
+        # torch adds the epsilon to the norm of a sum over the ranks. Our `p` is a mean, so divide the epsilon, too.
         p = orthogonalize(wire.view(p.shape).to(p.dtype), state.orthogonalization_epsilon / group.size)
         q = torch.bmm(matrix.transpose(1, 2), p)
         wire = saturated(q.reshape(-1), buffer.dtype)
@@ -89,7 +89,7 @@ def _bucketwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> St
 
 def _first_factor(state: PowerSGDState, layout: str, side: int, rank: int, buffer: torch.Tensor) -> torch.Tensor:
     factor = state.factors.get(layout) if state.warm_start else None
-    # Draw a factor if there is none yet, or if a loaded factor has another size or rank.
+    # Draw a factor if there is none yet, or if a loaded factor has another shape.
     if factor is None or factor.shape != (side, rank):
         (factor,) = state.random_factors([(side, rank)], buffer, buffer.dtype)
     used_here([factor])

@@ -18,8 +18,8 @@ def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
     Use this hook if the links between sites are slow. A site is a set of ranks with fast links, such as a node:
     `Sites(group, str(placement_of(group).node))`.
 
-    Two values are rounded to bfloat16. First, each site multiplies its mean by its part of all ranks, and rounds the result.
-    Then the total over all sites is rounded.
+    Two values are rounded to bfloat16. First, each site multiplies its mean by the fraction of all ranks that belongs to the
+    site, and rounds the result. Then the total over all sites is rounded.
 
     Args:
         sites: the group of all ranks that train together, divided into sites.

@@ -116,10 +116,10 @@ class CompressionState:
 def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     """Average gradients over the ranks in compressed form, by the compressor of your choice.
 
-    All ranks get the same bits. With error feedback, the hook adds the parts that compression left out to the next step's
-    gradients. The result for NaN and infinity depends on the compressor. The parts for the next step never contain NaN or
-    infinity. If a float16 gradient plus its part from earlier steps is above 65,504, the limit of float16, the hook sends this
-    limit. The rest is sent in later steps.
+    All ranks get the same bits. With error feedback, the hook keeps the parts that compression left out, and adds them to the
+    next step's gradients. The result for NaN and infinity depends on the compressor. The parts for the next step never contain
+    NaN or infinity. If a float16 gradient plus its part from earlier steps is above 65,504, the limit of float16, the hook
+    sends this limit. The rest is sent in later steps.
 
     With `find_unused_parameters`, DDP drops the result for a parameter that no rank used in this step. Then a part of this
     parameter's error feedback is lost. In Syncline's DDP, `skip_all_reduce_unused_params=True` reduces this loss.

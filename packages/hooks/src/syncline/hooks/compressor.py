@@ -20,7 +20,7 @@ class Compressor(ABC):
     the messages of all ranks.
 
     Attributes:
-        uses_seed: whether the results depend on the seed. Then the ranks compare their seeds when they exchange messages.
+        uses_seed: whether the results depend on the seed. If True, the ranks compare their seeds when they exchange messages.
     """
 
     uses_seed = True

@@ -42,15 +42,16 @@ class DiLoCoOptimizer(WrappingOptimizer):
         named_parameters: pairs of a name and a parameter of a floating-point dtype, with the same names on all ranks. The
             constructor is a collective that gives all ranks the first rank's values.
         process_group: a group of Syncline or torch, with one rank of each replica; None: torch's default group.
-        sites: in place of `process_group`, all ranks, divided into sites. Each site has one replica: wrap the model in DDP over
+        sites: the `Sites` of all ranks, in place of `process_group`. Each site has one replica: wrap the model in DDP over
             `sites.inside`. Only the first rank of each site communicates with other sites.
         sync_every: H, the number of inner steps between two outer steps, the same on all ranks.
         outer_lr: the learning rate of the outer optimizer, above 0.
         outer_momentum: the momentum of the outer optimizer, at least 0 and below 1.
-        fragments: the number of parts (fragments) of the parameters that are synchronised in turn (Streaming DiLoCo). Or for
-            each fragment a list of parameter names. 1: all parameters are synchronised together.
-        overlap_steps: for how many inner steps an average runs in the background, from 0 to `sync_every` - 1. 0: `step` waits
-            for the average.
+        fragments: the number of parts (fragments) into which the parameters are divided. The fragments are synchronised in turn
+            (Streaming DiLoCo). Or a list with one list of parameter names for each fragment. 1: all parameters are synchronised
+            together.
+        overlap_steps: the number of inner steps during which an average runs in the background, from 0 to `sync_every` - 1. 0:
+            `step` waits for the average.
         mixing: at the end of an outer step, a parameter becomes `mixing` times its present value, plus `1 - mixing` times the
             result of the outer step. At least 0 and below 1. Must be 0 if `overlap_steps` is 0. With overlap, the second paper
             recommends 0.5.
@@ -171,9 +172,9 @@ class DiLoCoOptimizer(WrappingOptimizer):
 
         This method finishes all averages in progress. Then it takes one more outer step of every fragment, without mixing.
 
-        With one fragment and no overlap, the replicas are equal after every outer step. If the latest `step` took an outer
-        step, do not call `synchronize`. The replicas are equal already, and the additional outer step would only move all of
-        them further by the outer momentum.
+        With one fragment and no overlap, the replicas are equal after every outer step. In this case, do not call `synchronize`
+        right after a `step` that took an outer step: the additional outer step would only move all replicas further by the
+        outer momentum.
         """
         for fragment in self._fragments:
             fragment.finish_if_due(None)

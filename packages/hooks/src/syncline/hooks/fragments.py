@@ -21,7 +21,7 @@ def balanced_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
     if not 1 <= count <= len(sizes):
         raise InvalidArgumentError(f"expected 1 to {len(sizes)} fragments, one parameter in each at least, found {count}")
     fragments: list[list[int]] = [[] for _ in range(count)]
-    filled = [(0, 0)] * count  # bytes and items. Counting items spreads parameters without elements
+    filled = [(0, 0)] * count  # bytes and items; parameters without elements count only as items
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         number = min(range(count), key=lambda number: filled[number])
         fragments[number].append(index)

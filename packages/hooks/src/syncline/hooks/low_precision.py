@@ -14,7 +14,7 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def saturated(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensor in a floating-point dtype. A finite number outside the dtype's range becomes the range's end.
+    """Return the tensor in a floating-point dtype. A finite number outside the dtype's range becomes the nearer end of it.
 
     NaN and infinity stay as they are.
     """

@@ -11,7 +11,7 @@ from syncline.collectives import InvalidArgumentError
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """How a gradient is sent: as two factors of shapes [rows, rank] and [columns, rank]. If `rank` is 0, as a whole."""
+    """How a gradient is sent: as two factors of shapes [rows, rank] and [columns, rank], or as a whole if `rank` is 0."""
 
     rows: int
     columns: int

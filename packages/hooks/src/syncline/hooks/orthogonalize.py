@@ -15,8 +15,8 @@ def orthogonalize(matrices: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
 
     Matrices with one or two columns use Gram-Schmidt, twice for each column ("twice is enough": Giraud, Langou, Rozloznik,
     2005). Other matrices use Householder QR. A column that depends linearly on earlier columns is replaced, so the result has
-    full rank. A matrix with NaN or infinity becomes NaN. With Gram-Schmidt, so does a matrix with a column whose length
-    overflows, from about 2e19 on in float32.
+    full rank. A matrix with NaN or infinity becomes NaN. With Gram-Schmidt, a matrix also becomes NaN if the length of a column
+    overflows (in float32, from about 2e19 on).
 
     Args:
         matrices: [batch, rows, columns] with columns <= rows, of a floating-point dtype; not changed. 16-bit matrices are

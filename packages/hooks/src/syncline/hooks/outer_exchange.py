@@ -80,8 +80,9 @@ class OuterExchange:
     ) -> PendingAverage:
         """Start to average the present values of parameters. All ranks call `start` for the same parameters in the same order.
 
-        `parameters` have floating-point dtypes. `start` does not change them. The average uses their values at this call, so
-        they may change afterwards. `anchors` have the same values on every rank, in the `math_dtype` of the parameters' dtypes.
+        `parameters` have floating-point dtypes. `start` does not change them. The average uses the values at this call, so you
+        may change the parameters afterwards. `anchors` have the same values on every rank, in the `math_dtype` of the
+        parameters' dtypes.
         """
         # Every rank draws a seed, even a rank that does not communicate: so saved states hold the same seeds on all ranks.
         seed = self.seeds.next()

@@ -46,7 +46,7 @@ class ParameterNames:
 
     Attributes:
         are_given: whether the constructor got names.
-        shapes: the parameters' shapes, by name. As soon as a step has shown that a loaded state fits, these include the
+        shapes: the parameters' shapes, by name. As soon as a step has shown that a loaded state fits, `shapes` includes the
             state's shapes.
 
     Raises:
@@ -86,7 +86,7 @@ class ParameterNames:
         If this object has no names yet, it takes the numbers of `numbers`.
 
         Raises:
-            MisuseError: the names that the constructor got lack a parameter. Or a parameter's shape has changed. Or the loaded
+            MisuseError: `named_parameters` was given, but lacks a parameter. Or a parameter's shape has changed. Or the loaded
                 state belongs to other parameters. Or two models have a parameter with the same name.
         """
         parameters = bucket.parameters()

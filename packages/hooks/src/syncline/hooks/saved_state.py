@@ -125,7 +125,7 @@ def check_parameters(saved: Mapping[str, torch.Tensor], shapes: Mapping[str, tor
 
 def plain_number(number: Any) -> Any:
     """Convert a number of NumPy to an int or a float, because `torch.load(..., weights_only=True)` refuses NumPy's numbers."""
-    # Try it: arrays and tensors have `__index__`, also those with a fraction.
+    # Try the conversion: all arrays and tensors have `__index__`, even if their numbers have fractions.
     try:
         return operator.index(number)
     except TypeError:

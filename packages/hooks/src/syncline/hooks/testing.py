@@ -15,8 +15,8 @@ class FakeBucket:
     Args:
         gradients: tensors of any shapes and one dtype, which are copied into a flat buffer in this order.
         group: the result of `process_group()`.
-        parameters: None: zeros with the gradients' shapes.
-        names: None: the bucket has no names, like a bucket of torch.
+        parameters: the parameters. None: zeros with the gradients' shapes.
+        names: the parameters' names. None: the bucket has no names, like a bucket of torch.
         index: the bucket's number.
         is_last: whether this bucket is the last one of the backward.
     """

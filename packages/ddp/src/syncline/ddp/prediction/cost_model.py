@@ -59,8 +59,8 @@ def messages(nodes: int, nbytes: float, ring_bytes: float = 0.0) -> int:
 def volume(nodes: int, nbytes: float, ring_bytes: float = 0.0) -> float:
     """Return the number of bytes that a node sends in an all-reduce between nodes.
 
-    Halving and doubling needs a power of two of nodes. With 6 nodes, for example, 2 nodes first send their whole tensors to two
-    of the other 4 nodes, and get the result back at the end.
+    Halving and doubling needs 2, 4, 8, ... nodes. With 6 nodes, for example, 2 nodes first send their whole tensors to two of
+    the other 4 nodes, and get the result back at the end.
     """
     if nbytes / nodes >= ring_bytes or _is_power_of_two(nodes):
         parts: int = nodes

@@ -107,6 +107,6 @@ def advice(found: Forecast) -> str:
 
 
 def _from(found: Forecast, compression: str, most: int) -> str:
-    """Name the smallest number of ranks at which the compression pays. Empty if this is `most`, or if there is none."""
+    """Name the smallest number of ranks at which the compression pays. Empty if this number is `most`, or if there is none."""
     paying = [count for count in sorted(found.steps) if found.gain(count, found.best(count, compression)) >= _WORTH]
     return f" (and more than {_WORTH:.2f} times from {paying[0]} ranks on)" if paying and paying[0] != most else ""

@@ -35,7 +35,7 @@ class Header:
         rank, size: the rank in the group whose ranks average their gradients, and the size of this group.
         group: a description of the group, such as "mpi: MPICH 4.3.0".
         epoch_s: `time.time()` minus `time.perf_counter()` on this rank, in seconds.
-        run: the name of the run. All ranks have the same name. A later run has a greater name, in the order of texts.
+        run: the name of the run. All ranks have the same name. In sorted order, names of later runs come later.
     """
 
     rank: int

@@ -122,7 +122,8 @@ class StepRecorder:
 
     def end(self, *, is_complete: bool) -> None:
         """Close the open step, stop recording, and close the file. A second call does nothing."""
-        # A forked child that ends by `sys.exit` calls this at its exit. The file is its parent's, which goes on.
+        # A forked child that ends by `sys.exit` also calls this method. The file belongs to the parent, which still writes to
+        # it.
         if self._file.closed or os.getpid() != self._pid:
             return
         self.close_step()
