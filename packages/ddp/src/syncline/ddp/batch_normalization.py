@@ -70,5 +70,5 @@ class BatchNormalization(torch.autograd.Function):
 def _beside(inputs: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
     if parameter is None or parameter.dtype is not inputs.dtype:
         return parameter
-    # In 16 bits, `working_dtype` is float32.
+    # For inputs of 16 bits, this dtype is float32.
     return parameter.to(working_dtype(inputs))

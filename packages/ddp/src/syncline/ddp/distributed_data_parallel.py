@@ -99,7 +99,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             unused parameters are then allowed.
         delay_all_reduce_named_params: pairs of a name and a parameter. A backward may compute any number of gradients for these
             parameters. DDP averages their gradients last, after the gradient of `param_to_hook_all_reduce` is ready.
-        param_to_hook_all_reduce: the parameter whose gradient must be ready before DDP averages
+        param_to_hook_all_reduce: the parameter whose gradient must be ready before DDP averages the gradients of
             `delay_all_reduce_named_params`.
         mixed_precision: a `MixedPrecision` of Syncline or of torch.
         device_mesh: a one-dimensional mesh, in place of `process_group`.
@@ -440,9 +440,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         outside: this backward averages the accumulated gradients. Backwards that do not average do not communicate. Contexts
         may be nested.
 
-        As in torch, the place of the forward decides: the backward of a forward inside the context does not average, even if it
-        runs after the context. There is one exception: after a forward outside of the context, the next backward averages, even
-        if it belongs to a forward inside the context.
+        As in torch, the place of the forward decides. If a forward runs inside the context, its backward does not average, even
+        after the context. There is one exception: after a forward outside of the context, the next backward averages, even if
+        it belongs to a forward inside the context.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -673,8 +673,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         trace without a change to the script.
 
         Args:
-            folder: the folder for the files. It is created if it is missing. A relative path counts from the working directory
-                at the beginning of the context.
+            folder: the folder for the files. A missing folder is created. A relative path counts from the working directory at
+                the beginning of the context.
             first: the first traced step. A step is a backward that averages gradients. The first step in the context is step 1.
             last: the last traced step. None: trace all steps from `first` on.
 

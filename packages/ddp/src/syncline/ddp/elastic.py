@@ -100,12 +100,12 @@ class Elastic:
 
     Attributes:
         applied_steps: the number of applied steps.
-        lost_ranks: the lost ranks. Their numbers are those of `ProcessGroup.members`, which do not change in a recovery.
+        lost_ranks: the numbers of the lost ranks, as in `ProcessGroup.members`. These numbers do not change in a recovery.
         recovery_s: the duration of each recovery in seconds, from the error to the end of the recovery.
 
-    Cost: for each step, one `all_reduce` of 8 bytes, and copies of the model's parameters and buffers, of the states of the
-    objects in `stateful`, and of the communication hook's state (its `state_dict()`, if it has one). Every `admit_every` steps
-    rank 0 reads the store.
+    Cost: for each step, one `all_reduce` of 8 bytes, and a copy of the model's parameters and buffers. Also a copy of the
+    states of the objects in `stateful`, and of the communication hook's state (its `state_dict()`, if it has one). Every
+    `admit_every` steps rank 0 reads the store.
 
     Raises:
         BackendUnavailableError: the model's group cannot shrink, or the model is not on the CPU.

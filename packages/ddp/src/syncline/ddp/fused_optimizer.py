@@ -35,7 +35,7 @@ class AverageHooks:
         return handle
 
     def __call__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Call the hooks for these parameters, then step the parameters. Their gradients must be averaged."""
+        """Call the hooks for these parameters, whose gradients must be averaged. Then step the parameters."""
         if self._hooks:
             for parameter in parameters:
                 for hook in tuple(self._hooks.values()):
@@ -94,7 +94,7 @@ class FusedOptimizer:
                 self._adopted[parameter] = list(attached)
 
     def step(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Step the parameters that have an optimizer here. Their gradients must be averaged."""
+        """Step the parameters that have an optimizer here. The parameters' gradients must be averaged."""
         if not self.optimizers:  # the usual case; looking up each parameter would take as long as copying its gradient
             return
         for parameter in parameters:

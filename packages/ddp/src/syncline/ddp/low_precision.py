@@ -72,8 +72,8 @@ class LowPrecision:
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     A forward may write to a parameter, for example in an embedding with `max_norm`. This write goes to the cast. So after the
     forward, the changed elements of a cast are copied to its parameter. A copy of the other elements would round them. A cast
-    is compared with its parameter only if its version has changed, or if code has read `cast.data`: writes to `cast.data` do
-    not change the version.
+    is compared with its parameter only in two cases: the cast's version has changed, or code has read `cast.data`. (Writes to
+    `cast.data` do not change the version.)
 
     Args:
         state: the state of the module to run. All floating point parameters are cast, except ignored parameters.
@@ -209,7 +209,7 @@ class LowPrecision:
 
 
 class _Cast(torch.nn.Parameter):
-    """A cast in the place of a parameter. It records whether code has used `data`, which may change the cast."""
+    """A cast in the place of a parameter. The cast records whether code has used `data`, which may change the cast."""
 
     was_data_asked_for = False
 

@@ -36,13 +36,13 @@ class ModelWatch:
     - torch reports when a parameter or a module is registered with a submodule, for example by an assignment to an attribute,
       or by an adapter. This sign costs nothing in a step.
     - `_apply` of the wrapper, which `ddp.double()` calls, may replace parameters. So the wrapper itself sets `has_sign`.
-    - Each forward checks whether parameters were frozen or unfrozen. This costs 0.03 us for each parameter.
+    - Each forward checks whether parameters were frozen or unfrozen. The check costs 0.03 us for each parameter.
     - torch does not report layers that `insert` puts into a container, or layers that are taken out. So each forward checks the
-      layers of the containers. This costs 0.3 us for each container, and 0.03 us for each layer.
+      layers of the containers. The check costs 0.3 us for each container, and 0.03 us for each layer.
     - Some changes give no sign, such as `ddp.module.to(memory_format=...)`, or `ddp.module.double()` after a call of
       `torch.__future__.set_overwrite_module_params_on_conversion(True)`. So the watch checks all attributes that hold
       parameters or modules, for 0.05 us each, and the shapes and strides of all parameters. This check comes after 0, 1, 2, 4,
-      8, 16 and 32 backwards that average gradients, and then after every 32 of these backwards, on all ranks in the same
+      8, 16 and 32 backwards that average gradients, and then after every 32 of these backwards. All ranks check in the same
       forward.
 
     If the whole module is frozen, there are no gradients to average, so the watch reports no change. If unused parameters are

@@ -21,7 +21,8 @@ class StepSnapshot:
     `optimizer.step()`, so they need no copy.
 
     Args:
-        optimizers: the optimizers whose options are saved. Their parameters of other modules are saved, too.
+        optimizers: the optimizers whose options are saved. Parameters of these optimizers that are not in the module are saved,
+            too.
         stateful: other objects that change with the steps, such as schedulers or a GradScaler.
         hook_state: the state of the communication hook, whose errors of error feedback are saved.
         accumulated: parameters whose gradients are accumulated for a later `optimizer.step()`. These gradients are saved.

@@ -166,7 +166,8 @@ class TrainingState:
             # The script may have set layers to evaluation during the training.
             parts[name].training = state["training"][name]
         for name, parameter in self._model.module.named_parameters():
-            # The script may have frozen or thawed parameters during the training. This rank's script has not come there.
+            # The script may have frozen or thawed parameters during the training. This rank's script has not reached this
+            # point.
             parameter.requires_grad_(state["requires_grad"][name])
             parameter.grad = state["gradients"].get(name)
             # An optimizer has used this gradient already, so the script clears it, perhaps to zeros. An optimizer with momentum

@@ -616,7 +616,7 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where the ot
     of this `allreduce`, so the ranks raise a `DisagreementError`.
 
     Call `join` on a rank that has no data left. While only some ranks have joined, the other ranks may only compute sums and
-    averages over all ranks; all other collectives over all ranks raise an error. Do not call a collective of a process set that
+    averages over all ranks. All other collectives over all ranks raise an error. Do not call a collective of a process set that
     contains a joined rank.
 
     Returns:

@@ -9,7 +9,7 @@ parameters::
     2. an agreement                         in `synchronize`: each rank says which gradients reduction 1 has left out
     3. one reduction of the rest            in `synchronize`, only if some rank has a rest
 
-Reduction 1 overlaps with the last backward. The optimizer cannot know which backward is the last, so it expects the largest
+Reduction 1 overlaps with the last backward. The optimizer cannot know which backward is the last. So it expects the largest
 number of backwards that any rank has run in an earlier step, but at least `backward_passes_per_step`. A rank that runs fewer
 backwards takes part in reduction 1 in `synchronize`. Reduction 1 leaves out gradients that come after the expected last
 backward, gradients that the script has set, and the first gradient of a parameter.

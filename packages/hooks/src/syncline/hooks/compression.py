@@ -135,8 +135,8 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     ranks.
 
     Raises:
-        MisuseError: the state is not a CompressionState or was saved by another model or number of ranks, or the bucket holds
-            integers or a sparse gradient.
+        MisuseError: the state is not a CompressionState. Or the state was saved with another model or another number of ranks.
+            Or the bucket holds integers or a sparse gradient.
     """
     if not isinstance(state, CompressionState):
         raise MisuseError(f"expected a CompressionState as the hook's state, found {type(state).__name__}")

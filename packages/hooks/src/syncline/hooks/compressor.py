@@ -55,8 +55,8 @@ class Compressor(ABC):
             seed: the seed that `compress` got for this message.
 
         Returns:
-            New tensors with the shapes of the tensors in `like`. They have the dtype of `like`, or float32 if that dtype has
-            16 bits.
+            New tensors with the shapes of the tensors in `like`. The new tensors have the dtype of `like`, or float32 if the
+            dtype of `like` has 16 bits.
         """
 
     def exchange(self, group: ProcessGroup, message: torch.Tensor) -> tuple[Work, torch.Tensor]:

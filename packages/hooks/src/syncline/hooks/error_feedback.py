@@ -33,7 +33,7 @@ class ErrorFeedback:
 
         Args:
             names: the parameters' names.
-            tensors: the parameters' gradients. They may have any shapes, for example flat.
+            tensors: the parameters' gradients, in any shapes, for example flat.
 
         Raises:
             MisuseError: an error and its gradient differ in size, because the error was loaded from another model's state.
@@ -64,7 +64,7 @@ class ErrorFeedback:
     def remember(
         self, names: Sequence[str], errors: Sequence[torch.Tensor], shapes: Sequence[torch.Size] | None = None
     ) -> None:
-        """Store the parts of gradients that compression left out. They replace earlier errors of the same parameters.
+        """Store the parts of gradients that compression left out, in place of earlier errors of these parameters.
 
         The tensors in `errors` are not copied, so do not write to them after this call.
 

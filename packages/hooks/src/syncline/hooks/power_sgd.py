@@ -53,8 +53,8 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
     elements for each gradient that is compressed, and all elements of each other gradient.
 
     Raises:
-        MisuseError: the state is not a PowerSGDState or was saved by another model or number of ranks, or the bucket holds
-            integers or a sparse gradient.
+        MisuseError: the state is not a PowerSGDState. Or the state was saved with another model or another number of ranks. Or
+            the bucket holds integers or a sparse gradient.
     """
     return run(state, bucket, _layerwise)
 

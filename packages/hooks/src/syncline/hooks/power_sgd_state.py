@@ -52,8 +52,8 @@ class PowerSGDState:
             most two columns. In other factors it has no effect.
         random_seed: the seed of the random factors, 0 to 2**32 - 1.
         compression_stats_logging_frequency: the number of steps between two log lines with `compression_stats()`.
-        batch_tensors_with_same_shape: multiply the matrices of all gradients with the same shape in one batched call. This
-            needs a copy of these gradients.
+        batch_tensors_with_same_shape: multiply the matrices of all gradients with the same shape in one batched call. The
+            batched call needs a copy of these gradients.
         named_parameters: pairs of a name and a parameter; `state_dict` uses these names. With Syncline's DDP you can leave them
             out, because its buckets have names. With torch's DDP, `state_dict` uses numbers if you leave them out.
 

@@ -62,8 +62,8 @@ class Int8(_Symmetric):
     become NaN or infinite.
 
     Args:
-        per_channel: use one scale for each index of the first dimension, instead of one scale for each tensor. This is more
-            accurate if magnitudes differ between channels. A vector always has one scale.
+        per_channel: use one scale for each index of the first dimension, instead of one scale for each tensor. Several scales
+            are more accurate if magnitudes differ between channels. A vector always has one scale.
 
     Bytes sent by each rank: 1 for each number, and 4 (8 for float64) for each scale. A rank receives the same number of bytes
     from every other rank.
@@ -123,7 +123,7 @@ class OneBit(Compressor):
 
     @property
     def name(self) -> str:
-        """The name for saved states and errors. It is fixed, because this compressor has no settings."""
+        """The name for saved states and errors. The name is fixed, because this compressor has no settings."""
         return "one bit"
 
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:

@@ -74,8 +74,8 @@ def _merged_phase(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _holders(states: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    # In the state of a rank that has never communicated, "rank" is None. Its errors, if any, were loaded and never used. With
-    # `Sites`, only the first rank of each site has errors.
+    # In the state of a rank that has never communicated, "rank" is None. If such a state has errors, they were loaded and never
+    # used. With `Sites`, only the first rank of each site has errors.
     return [state for state in states if state.get("rank") is not None] or states
 
 

@@ -53,7 +53,7 @@ class TopK(Compressor):
         return packed([*values, *indices])
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Restore tensors from a message. They have the sent numbers at the sent indices, and zeros elsewhere."""
+        """Restore tensors from a message. The tensors have the sent numbers at the sent indices, and zeros elsewhere."""
         unpacker = Unpacker(message)
         counts = [_count(tensor.numel(), self._fraction) for tensor in like]
         values = [unpacker.take(count, tensor.dtype) for count, tensor in zip(counts, like, strict=True)]
@@ -99,7 +99,7 @@ class RandomK(LinearCompressor):
         )
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Restore tensors from a message. They have the sent numbers at the chosen positions, and zeros elsewhere."""
+        """Restore tensors from a message: the sent numbers at the chosen positions, and zeros elsewhere."""
         places = self._places(like, seed)
         values = torch.split(message, [len(chosen) for chosen in places])
         return [_scattered(*triple) for triple in zip(like, places, values, strict=True)]

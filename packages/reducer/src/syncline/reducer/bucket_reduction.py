@@ -90,7 +90,7 @@ class PendingReduction(ABC):
         self._times = times
 
     def wait(self) -> object:
-        """Wait until the reduction is over, and return the reduced buffer, or another result of a wrong hook.
+        """Wait until the reduction is over. Return the reduced buffer, or whatever a wrong hook has returned.
 
         Raises:
             TransportError, DisagreementError: the group's error. Its text also names the parameters.
@@ -149,7 +149,7 @@ class HookReduction(PendingReduction):
             future.add_done_callback(note_end)
 
     def _wait(self) -> object:
-        # Wait for the event first, because this wait has a time limit. `Future.wait` has none.
+        # Wait for the event first, because this wait has a time limit. `Future.wait` has no limit.
         if self._is_over is not None:
             self._wait_for(self._is_over)
         value = self._future.wait()

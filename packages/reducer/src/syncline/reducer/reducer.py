@@ -846,8 +846,8 @@ class Reducer(Inherited):
 
     def _build_if_due(self) -> None:
         """If this call builds buckets, it is a collective."""
-        # The constructor builds no buckets, because it must not wait for other ranks: a single rank may copy a wrapped module,
-        # for example to average the weights over time.
+        # The constructor must not wait for other ranks, so it builds no buckets. For example, a single rank may copy a wrapped
+        # module to average the weights over time.
         if self._buckets is None:
             members = self._builder.assign_first()
             if members != [bucket.members for bucket in self._pending]:  # parameters were converted since construction

@@ -95,7 +95,7 @@ class StaticUsage(UsageModel):
         return final
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
-        """Until the end of the first backward with averaging, record the used parameters. Later, only check these parameters.
+        """Until the end of the first backward with averaging, record the used parameters. Later, only check the parameters.
 
         Raises:
             UnexpectedGradientError: a later backward uses a parameter that the first backward did not use on this rank, or

@@ -86,7 +86,7 @@ class UsageModel(ABC):
         """Begin a backward that this rank does not run itself. The reducer calls this method in place of `begin`."""
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:  # noqa: B027 - most models need not know
-        """Record gradients of a backward without averaging, as in `no_sync`. They count in the next backward with averaging.
+        """Record gradients of a backward without averaging, as in `no_sync`. The next backward with averaging counts them, too.
 
         Raises:
             UnexpectedGradientError: an earlier backward has shown that one of these parameters gets no gradient.

@@ -60,7 +60,7 @@ class StepRecorder:
     """Records this rank's steps, and the events between the steps, from construction until `end`.
 
     Args:
-        folder: the folder for the file. It is created if it is missing.
+        folder: the folder for the file. A missing folder is created.
         reducer: the reducer of the traced model. The recorder does not keep the reducer alive.
         parameters: the model's parameters. The steps of their optimizers are recorded.
 

@@ -150,7 +150,7 @@ class TraceRecording:
         try:
             action(self._recorder)
         except OSError as error:
-            with suppress(OSError):  # before `end` writes, it stops observing; a second error of the file does no harm
+            with suppress(OSError):  # `end` stops observing before it writes; a second error of the file does no harm
                 self._recorder.end(is_complete=False)
             self._recorder = None
             self._warn(error)
@@ -173,7 +173,7 @@ class TraceRecording:
                 "the trace was not merged: %s. Bring the ranks' files into one folder, and run syncline trace", error
             )
         else:
-            # This comes after the step that follows the last traced step, so `_steps` may be above `last`.
+            # This code runs after the step that follows the last traced step, so `_steps` may be above `last`.
             traced = self._steps if last is None else min(self._steps, last)
             logger.info("traced steps %d to %d: open %s in ui.perfetto.dev", first, traced, path)
 
