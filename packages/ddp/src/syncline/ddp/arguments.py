@@ -15,7 +15,7 @@ from syncline.collectives import InvalidArgumentError
 AUTO = "auto"
 
 _MIB = 1024 * 1024
-_DEFAULT_CAPS_MB = (1.0, 25.0)  # of the first bucket, which is small so that communication starts early, and of all others
+_DEFAULT_CAPS_MB = (1.0, 25.0)  # the first bucket (small, so that communication starts early), and all other buckets
 _AUTO_HINT = f'; bucket_cap_mb="{AUTO}" finds one'
 
 

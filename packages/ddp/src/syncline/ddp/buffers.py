@@ -152,7 +152,7 @@ class Buffers:
 
         After this call, the buffers are due on all ranks or on no rank.
         """
-        if self.hook is None or not self.hook.follows_forward:  # the failed forward has not run a hook that follows it
+        if self.hook is None or not self.hook.follows_forward:  # a hook that follows the forward has not run
             self.forward_ended(will_reduce)
 
     def _run(self, hook: BufferHook) -> list[AnyFuture]:
@@ -177,7 +177,7 @@ class Buffers:
         before = [_bits(buffer).clone() for buffer in others]
         with torch_internals.preserve_versions(buffers):
             yield
-        # A graph may have saved any other buffer. A write of equal values does no harm.
+        # A graph may have saved any other buffer, so show autograd each write that changes a value.
         for buffer, bits in zip(others, before, strict=True):
             if not torch.equal(_bits(buffer), bits):
                 mark_written(buffer)

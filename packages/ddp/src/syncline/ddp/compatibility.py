@@ -59,7 +59,7 @@ class ReducerNames:
         self._reducer.prepare_for_backward()
 
     def _rebuild_buckets(self) -> bool:
-        """Build the buckets now, if they are due. Return whether this call has built them in the order of the gradients.
+        """Build the buckets now, if they are due. Return whether this call has built the buckets in the order of the gradients.
 
         If this call builds buckets, it is a collective.
         """

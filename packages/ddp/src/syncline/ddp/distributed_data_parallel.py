@@ -315,7 +315,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
                 self._warn_of_users_hooks()
             if self._input_device is not None:
                 inputs, kwargs = torch_internals.moved_to(self._input_device, inputs, kwargs)
-        # For example, the GPU has no memory left, or the script turns warnings into errors. Then the forward has failed.
+        # After an error here, such as a lack of GPU memory, the forward has failed.
         except BaseException:
             self._cancel_forward(trains, will_reduce)
             raise
@@ -523,8 +523,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
         The communication hook stays registered. If the hook's state holds the old group, register the hook with a new state. A
         running `trace` ends. `watch_stragglers` and `check_replicas` go on if all ranks of the new group have the same `every`,
-        and count steps from 1 again. If gradients wait for averaging, such as after a backward in `no_sync`, the first averaged
-        backward in the new group averages them, too.
+        and count steps from 1 again. If gradients wait for averaging, such as after a backward in `no_sync`, the first backward
+        with averaging in the new group averages them, too.
 
         Args:
             process_group: the new group, of Syncline or of torch.distributed. None: the default group, as in the constructor.
@@ -598,9 +598,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         broadcast_tensors([*new, *new_buffers], group, 0)
 
     def _intervals_of(self, group: ProcessGroup) -> list[int | None]:
-        """Return the `every` of `watch_stragglers` and of `check_replicas` for a new group, or None. A collective of the group.
+        """Return the `every` of `watch_stragglers` and of `check_replicas` for a new group. A collective of the group.
 
-        Each of the two watches goes on only if all ranks of the new group have the same number.
+        If the ranks of the new group have different numbers, None takes the place of the number.
         """
         mine = [None if watch is None else watch.every for watch in (self._straggler_watch, self._replica_check)]
         said = exchange_objects(mine, group=group)
@@ -858,7 +858,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
                 **self._delayed_among(parameters),
             )
         self._watch = ModelWatch(self._state, self, allows_unused=self.find_unused_parameters and not self.static_graph)
-        # The reducer may be made within `no_sync`.
+        # Perhaps this code runs within `no_sync`.
         reducer.keep_local(not self._requires_grad_sync)
         reducer.on_delivery(self._average_hooks)
         reducer.on_iteration(self._listeners if self._listeners else None)

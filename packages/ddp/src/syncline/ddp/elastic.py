@@ -92,8 +92,8 @@ class Elastic:
             starts with their state from before the step. All ranks pass the objects in the same order.
         min_ranks: after a loss, the training ends with an error if fewer than `min_ranks` ranks are left.
         max_failures: the largest number of ranks that may be lost in the whole training. None: any number.
-        silence_timeout_s: the number of seconds that a recovery waits for a rank that does not answer, but is not known to have
-            ended; see [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
+        silence_timeout_s: the number of seconds that a recovery waits for a rank that does not answer and may still run; see
+            [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
         give_up_s: the largest number of seconds that one recovery may take, and that a newcomer waits to be let in.
         admit_every: the ranks look for newcomers after every `admit_every` applied steps, if the group can let ranks in
             (`ProcessGroup.missing_for_admit`).
@@ -118,7 +118,7 @@ class Elastic:
     # Note [Applied on all or on none]
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     # Before the first `optimizer.step()` of a step the ranks *agree*, by one small `all_reduce`. The loop needs no change for
-    # this, because optimizers can be hooked.
+    # this, because `Elastic` hooks the optimizers.
     #
     # 1. A rank that begins this `all_reduce` has the averaged gradients of the step, which are the same on all ranks.
     # 2. The sum needs every rank. So if one rank has the sum, every rank has begun the `all_reduce`, and every rank that still
@@ -303,7 +303,7 @@ class Elastic:
             with self._refusing_late_losses():
                 yield
             accumulated = self._accumulated_gradients()
-            self._agree()  # the body may not have called optimizer.step()
+            self._agree()  # perhaps the body has not called optimizer.step()
             self._accumulated = accumulated  # only now: if the step is repeated, it begins with the earlier list
         # The step is repeated: `batches` gives the same batch again.
         except _NotAppliedError:
@@ -370,7 +370,7 @@ class Elastic:
         return parameters
 
     def _agree(self) -> None:
-        """See Note [Applied on all or on none]."""
+        """Agree with the other ranks to apply the step. See Note [Applied on all or on none]."""
         # For the second optimizer of a step, the ranks have agreed already.
         if self._phase is _Phase.APPLYING:
             return
@@ -387,7 +387,7 @@ class Elastic:
         self._phase = _Phase.APPLYING
 
     def _end_epoch(self) -> None:
-        """See Note [Applied on all or on none]."""
+        """Agree with the other ranks that the epoch has ended. See Note [Applied on all or on none]."""
         self._phase = _Phase.ENDING_EPOCH
         self._group.expect_losses(True)
         try:
@@ -445,7 +445,7 @@ class Elastic:
                     error = again
             self._divide_or_end()
         except BaseException:
-            # This rank does not apply the step. The script may catch the error and save the model.
+            # This rank does not apply the step, so undo it. The script may catch the error and save the model.
             self._undo_step()
             self._phase = _Phase.BETWEEN_STEPS
             raise
@@ -559,7 +559,7 @@ class Elastic:
         self._phase = _Phase.BETWEEN_STEPS
 
     def _let_newcomers_in(self) -> None:
-        """Let newcomers in, if the ranks have agreed in the latest step that some wait. If so, this is a collective.
+        """Let newcomers in, if the ranks have agreed in the latest step that newcomers wait. If so, this is a collective.
 
         Call this method before each batch, because a newcomer begins with a batch.
         """
@@ -586,7 +586,7 @@ class Elastic:
         """A collective. Raise an error if a newcomer's hook, model, optimizers, sampler or `stateful` are not those of `root`.
 
         Raises:
-            MisuseError: on a newcomer that differs, which then ends.
+            MisuseError: on a newcomer that differs. This newcomer then ends.
             RankLostError: on the other ranks, which then call `_meet` again, without this newcomer.
         """
         outline = {"communication hook": _describe_hook(*self._model.communication_hook), **self._state.outline()}
@@ -597,7 +597,7 @@ class Elastic:
         if not others:
             return
         if self._group.rank in others:
-            # Parameters first: if they differ, the optimizer's groups differ, too.
+            # Name a different parameter first: if parameters differ, the optimizer's groups differ, too.
             what = min(different, key=lambda what: not what.startswith("'"))
             mine, theirs = (found.get(what, "none") for found in (outline, expected))
             raise MisuseError(

@@ -150,7 +150,7 @@ class ElasticSampler(Sampler[list[int]]):
                     f"and batches of epoch {state['epoch']} are applied already: construct it with the saved value, or begin "
                     'an epoch by load_state_dict({"epoch": ..., "applied": 0})'
                 )
-            applied = len(self)  # at the end of an epoch, no batch is left, whatever the batches were
+            applied = len(self)  # the saved epoch has ended, so no batch is left here, either
         self.epoch, self.applied = state["epoch"], applied
 
     def _share(self, number: int) -> tuple[int, int]:

@@ -173,7 +173,8 @@ class ModelWatch:
 
     def needs_gradients(self) -> bool:
         """Whether a parameter requires a gradient. May ignore parameters that are new."""
-        # If unused parameters are allowed, taking a layer out is no change, so `_averaged` may hold its parameters.
+        # If unused parameters are allowed, taking a layer out is no change, so `_averaged` may still hold the layer's
+        # parameters.
         return self._state.needs_gradients() if self.allows_unused else any(map(_requires_grad_of, self._averaged))
 
     def new(self) -> list[tuple[str, torch.nn.Parameter]]:

@@ -131,12 +131,12 @@ def broadcast_tensors(named: Sequence[tuple[str, torch.Tensor]], group: ProcessG
 
 
 def writable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return detached views of the tensors, in which each element occurs once, so that code can write."""
+    """Return detached views of the tensors, to write to. In each view, each element occurs once."""
     return [tensor.detach() if 0 not in tensor.stride() else tensor.detach()[first_of_each(tensor)] for tensor in tensors]
 
 
 def put_buffer(holder: torch.nn.Module, name: str, tensor: torch.Tensor | None, *, persistent: bool) -> None:
-    """Make a tensor, or None, the buffer of this name. An existing buffer keeps its persistence."""
+    """Set the buffer of this name to a tensor or None. If the buffer exists, `persistent` has no effect."""
     if name in holder._buffers:
         setattr(holder, name, tensor)
         return
@@ -146,7 +146,7 @@ def put_buffer(holder: torch.nn.Module, name: str, tensor: torch.Tensor | None, 
 
 
 def first_of_each(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Return an index that leaves each element of an expanded tensor only once."""
+    """Return an index that selects each element of an expanded tensor only once."""
     return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
 
 

@@ -21,8 +21,8 @@ class StepSnapshot:
     `optimizer.step()`, so they need no copy.
 
     Args:
-        optimizers: the optimizers whose options are saved. Parameters of these optimizers that are not in the module are saved,
-            too.
+        optimizers: the optimizers whose options are saved. If an optimizer has parameters of other modules, these parameters
+            are saved, too.
         stateful: other objects that change with the steps, such as schedulers or a GradScaler.
         hook_state: the state of the communication hook, whose errors of error feedback are saved.
         accumulated: parameters whose gradients are accumulated for a later `optimizer.step()`. These gradients are saved.
@@ -46,7 +46,7 @@ class StepSnapshot:
                 (each, _copied(each, kept.get(id(each))), each.requires_grad)
                 for each in {**dict.fromkeys(module.parameters()), **stepped}
             ]
-        # Walk over the modules in each step (0.5 us for each module), because the script may have added some.
+        # Walk over the modules in each step (0.5 us for each module), because the script may have added modules.
         modules = list(module.modules())
         self._buffers = [(each, _buffers_of(each)) for each in modules]
         # A module of TorchScript that was frozen has no mode.
@@ -58,7 +58,7 @@ class StepSnapshot:
             for group in optimizer.param_groups
         ]
         self._states = [(each, copy.deepcopy(each.state_dict())) for each in stateful]
-        # A backward may replace the hook's errors before this backward fails.
+        # A backward that fails may already have replaced the hook's errors.
         self._hook_state = HookState(hook_state)
         if earlier is not None:
             earlier._hook_values = {}  # errors may be as large as the model, so never keep two copies of them
@@ -97,7 +97,7 @@ class StepSnapshot:
         for group, options in self._options:
             group.update(options)
         self._hook_state.restore_errors(self._hook_values)
-        for parameter in self._module.parameters():  # the step may have added some
+        for parameter in self._module.parameters():  # the step may have added parameters
             parameter.grad = None
         # An optimizer has used these gradients already, so the step begins by clearing them. If the step clears them to zeros,
         # an optimizer with momentum still moves the parameters. If a gradient is None, an optimizer does not move its
@@ -116,7 +116,7 @@ def _copied(parameter: torch.nn.Parameter, memory: torch.Tensor | None) -> torch
 
 @dataclass(frozen=True)
 class _Buffer:
-    """A buffer of a module, and a copy of its values. Both are None if the buffer is empty."""
+    """A buffer of a module, and a copy of its values. Both are None if the module has None as buffer."""
 
     name: str
     is_persistent: bool

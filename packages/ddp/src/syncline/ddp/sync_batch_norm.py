@@ -107,7 +107,7 @@ class SyncBatchNorm(BatchNorm):
                 replaced[layer] = cls._in_place_of(layer, name, process_group)
         for parent in list(module.modules()):
             for name, child in own_modules(parent).items():
-                # A layer may stand in several places; each of them gets the same new layer.
+                # A layer may stand in several places; all places get the same new layer.
                 if child in replaced:
                     own_modules(parent)[name] = replaced[child]
         return replaced.get(module, module)
@@ -124,7 +124,7 @@ class SyncBatchNorm(BatchNorm):
         return converted
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise this rank's batch. In training, this is a collective: a rank with an empty batch must call it, too.
+        """Normalise this rank's batch. In training, this is a collective, also for a rank with an empty batch.
 
         Raises:
             InvalidArgumentError: the input's shape is wrong, or there are fewer than two values per channel over all ranks.
@@ -149,7 +149,7 @@ class SyncBatchNorm(BatchNorm):
             return None
         return resolve_group(self.process_group)
 
-    @disable_dynamo  # a compiler cannot look into a collective
+    @disable_dynamo  # a compiler cannot trace a collective
     def _normalize_together(self, inputs: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         self._check_input_dim(inputs)
         # Compare only once in each group, because a comparison waits for all ranks.

@@ -179,7 +179,7 @@ def refresh_flat_weights(layer: torch.nn.RNNBase) -> None:
 
 
 def was_written(tensor: torch.Tensor) -> bool:
-    """Whether code may have written to a tensor since its creation. Not for inference tensors."""
+    """Whether code may have written to a tensor since its creation. Do not pass inference tensors."""
     return getattr(tensor, "_version", 1) != 0
 
 

@@ -632,7 +632,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def _check(call: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise an error if an argument is not a tensor. Call this before `_announce`, after which joined ranks take part."""
+    """Raise an error if an argument is not a tensor. Call this function first: after `_announce`, joined ranks take part."""
     if not is_list(tensors):
         raise InvalidArgumentError(f"hvd.{call}: expected a list of tensors, found {type(tensors).__name__}")
     for tensor in tensors:

@@ -487,8 +487,8 @@ class _GradientCombining:
 
     def _backwards_seen(self, rest: Sequence[int]) -> int:
         """Return the number of backwards of this step, or `_NEVER` if no backward of later steps may reduce gradients."""
-        # The reducer cannot see into a re-entrant checkpoint. And if the script itself sets a gradient after the last backward,
-        # the script will do the same in later steps.
+        # The reducer cannot see into a re-entrant checkpoint. And a script that itself sets a gradient after the last backward
+        # does so in later steps, too.
         sets_later = self._is_reduced and self._backwards <= self._last and any(rest[number] for number in self._members)
         return _NEVER if self._is_reentrant or sets_later else min(self._backwards, _NEVER - 1)
 

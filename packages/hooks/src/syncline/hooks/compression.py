@@ -88,7 +88,7 @@ class CompressionState:
         if state["compressor"] != self.compressor.name:
             raise MisuseError(f"the saved state is of compressor '{state['compressor']}', this one of '{self.compressor.name}'")
         self.names.check(state["names"])
-        # Without given names, parameters get their names with the first bucket. Then `expect` compares them.
+        # Without given names, parameters get their names with the first bucket. Then `ParameterNames.of` compares the names.
         if self.names.are_given:
             check_parameters(state["errors"], self.names.shapes)
 
@@ -174,7 +174,7 @@ def _compressed(state: CompressionState, bucket: Bucket, seed: int) -> tuple[tor
     # Errors are added in float32 or float64. In 16 bits small errors would be rounded away.
     given = [gradient.to(math_dtype(gradient.dtype), copy=True) for gradient in gradients]
     state.error_feedback.add_to(names, given)
-    # A gradient and its error may together exceed the range of float16. What `saturated` cuts off stays in the error.
+    # A gradient and its error may together exceed the range of float16. The part that `saturated` cuts off stays in the error.
     wholes = [saturated(whole, gradient.dtype) for whole, gradient in zip(given, gradients, strict=True)]
     message = state.compressor.compress(wholes, seed)
     sent = state.compressor.decompress(message, gradients, seed)

@@ -69,7 +69,7 @@ def communication_hook(hook: Hook) -> Hook:
 
 
 def floating_buffer(bucket: Bucket, purpose: str, *, may_be_sparse: bool = False) -> torch.Tensor:
-    """Return the bucket's buffer. It must have a floating-point dtype, and be dense unless `may_be_sparse`.
+    """Return the bucket's buffer. The buffer must have a floating-point dtype, and must be dense unless `may_be_sparse`.
 
     `purpose`, such as "to compress", is a part of the error's text.
 

@@ -14,9 +14,9 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def saturated(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensor in a floating-point dtype. A finite number outside the dtype's range becomes the nearer end of it.
+    """Return the tensor in a floating-point dtype.
 
-    NaN and infinity stay as they are.
+    A finite number outside the dtype's range becomes the nearest end of the range. NaN and infinity stay as they are.
     """
     most = torch.finfo(dtype).max
     if most >= torch.finfo(tensor.dtype).max:

@@ -45,7 +45,7 @@ def compression_ratio(shapes: Sequence[Sequence[int]], rank: int, min_compressio
     """Return the factor by which PowerSGD reduces the number of elements that a rank sends for these gradients.
 
     A factor of 8 means that 1/8 of the elements is sent. PowerSGD sends a gradient as a whole if compression does not make it
-    smaller by more than `min_compression_rate`.
+    smaller by more than the factor `min_compression_rate`.
 
     Args:
         shapes: the shapes of the gradients.

@@ -55,8 +55,8 @@ class ParameterNames:
 
     # Note [Numbers and a resumed run]
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    # A number must mean the same parameter in the run that saves a state and in the run that loads the state. This is true if
-    # both runs number all parameters in their first step. (After this step, DDP changes the order of its buckets.) So:
+    # A number must mean the same parameter in the run that saves a state and in the run that loads the state. This condition
+    # holds if both runs number all parameters in their first step. (After this step, DDP changes the order of its buckets.) So:
     #
     # [1] Hooks call `of` in every step, also in steps without compression.
     # [2] `ScheduleState` also numbers the parameters for the states of later phases.
@@ -73,7 +73,7 @@ class ParameterNames:
         self._latest: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()
         self._numberings = 0  # the number of steps in which parameters got numbers
         self._is_step_numbered = False
-        self._source: ParameterNames | None = None  # the object whose numbers this one uses, if any
+        self._source: ParameterNames | None = None  # the object whose numbers this object uses, if any
         self._loaded: dict[str, torch.Size] = {}  # empty as soon as a step has shown that the loaded state fits
         self._loaded_numberings = 0  # of the state in `_loaded`
         self._met: set[str] = set()
@@ -108,7 +108,7 @@ class ParameterNames:
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters' shapes by name, and the number of steps in which parameters got numbers.
 
-        If no step has shown yet that a loaded state fits, return what this state has.
+        If no step has shown yet that a loaded state fits, return the shapes and the number of the loaded state.
         """
         shapes, numberings = (self._loaded, self._loaded_numberings) if self._loaded else (self.shapes, self._numberings)
         return {"shapes": {name: list(shape) for name, shape in shapes.items()}, "numberings": numberings}

@@ -105,7 +105,7 @@ def check_kind(state: Mapping[str, Any], kind: str) -> None:
 
 
 def check_parameters(saved: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """Check that the saved errors fit the shapes of the model's parameters, both by parameter name.
+    """Check that the saved errors fit the shapes of the model's parameters. Both arguments have parameter names as keys.
 
     Raises:
         MisuseError: a name is unknown, or a shape differs.
@@ -133,7 +133,7 @@ def plain_number(number: Any) -> Any:
 
 
 class Origin:
-    """The rank and the number of ranks to which a state belongs. Both are None for a new state and for a merged state."""
+    """The rank and the number of ranks to which a state belongs. Both numbers are None in a new and in a merged state."""
 
     def __init__(self, rank: int | None = None, world_size: int | None = None) -> None:
         self.rank = rank

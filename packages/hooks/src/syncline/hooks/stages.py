@@ -122,7 +122,7 @@ def _chained(stages: Stages, first: Work, future: TensorFuture) -> None:
             work = next(stages)
         except StopIteration as end:
             future.set_result(end.value)
-        # Also Ctrl-C: torch would only print it, and nobody else completes the future.
+        # Catch Ctrl-C, too: torch would only print the error, and no other code completes the future.
         except BaseException as error:  # noqa: BLE001 - whoever waits for the bucket gets the error
             fail_future(future, error, None)
         else:

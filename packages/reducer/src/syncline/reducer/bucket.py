@@ -116,7 +116,7 @@ class Bucket:
         backward.
 
         Raises:
-            MisuseError: the dtype, layout or shape of a gradient differs from the parameter's when the bucket was built.
+            MisuseError: a gradient has another dtype, layout or shape than its parameter had when the bucket was built.
         """
         self._choose_memory()
         self._has_graph = False

@@ -42,7 +42,7 @@ def finalize(
             ranks.
         on_delivery: called for each bucket, with the parameters that now have their reduced gradients.
         extra_futures: further futures to wait for.
-        verification: called last, returns the work of the comparison of the group's calls.
+        verification: called last. Returns the work by which the group compares its calls.
 
     Raises:
         DisagreementError: the ranks called different collectives.

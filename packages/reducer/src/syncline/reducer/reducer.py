@@ -280,8 +280,8 @@ class Reducer(Inherited):
         """Return a clearer error if the ranks disagree because some of them ran an additional backward.
 
         Call this method with the error of a collective outside of backward, such as a broadcast of buffers. If the error's text
-        shows an additional backward, the result is a copy of `error` that says so and how to correct the script. Otherwise the
-        result is `error` itself.
+        shows an additional backward, the result is a copy of `error`. Its text also names the additional backward as the cause,
+        and says how to correct the script. Otherwise the result is `error` itself.
 
         Args:
             error: the error of the collective.
@@ -358,8 +358,9 @@ class Reducer(Inherited):
         """Set a function that gets each bucket's parameters as soon as their gradients are averaged. None removes the function.
 
         For example, the function can step an optimizer for these parameters. At the end of backward, the reducer waits for the
-        buckets in order. After each bucket, it calls the function with a list of the bucket's parameters, without those whose
-        gradients stay unchanged. The function runs on the thread of backward, while later buckets may still be in reduction.
+        buckets in order. After each bucket, it calls the function with a list of the bucket's parameters, without parameters
+        whose gradients stay unchanged. The function runs on the thread of backward, while later buckets may still be in
+        reduction.
 
         Raises:
             MisuseError: a backward is running or has failed.
@@ -643,7 +644,7 @@ class Reducer(Inherited):
     def in_fork(self) -> None:
         """Remove the hooks from the parameters in a forked child process, where gradients are not averaged.
 
-        Called in the child after the fork, before any other code.
+        The child calls this method after the fork, before any other code.
         """
         self.is_in_fork = True
         self._close_hooks()

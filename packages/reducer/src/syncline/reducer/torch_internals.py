@@ -117,7 +117,7 @@ class _HeldHook:
 
 @contextmanager
 def hookable(*parameters: torch.nn.Parameter) -> Iterator[None]:
-    """A context in which frozen parameters accept hooks. If torch refuses to unfreeze one, the others are frozen again."""
+    """A context in which frozen parameters accept hooks. If torch refuses to unfreeze one of them, all are frozen again."""
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     try:
         for parameter in frozen:

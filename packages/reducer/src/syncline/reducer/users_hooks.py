@@ -51,7 +51,7 @@ class UsersHooks:
         self._handles: dict[int, Any] = {}
 
     def look(self, ours: str) -> None:
-        """Find the parameters that have users' hooks now. `ours` is the module that defines the reducer's own hooks."""
+        """Find the parameters that have users' hooks now. `ours` is the name of the module with the reducer's own hooks."""
         self.indices = [
             index
             for index, parameter in enumerate(self._parameters)

@@ -51,7 +51,7 @@ class Forecast:
     def best(self, ranks: int, compression: str) -> Choice:
         """Return the choice with the shortest step among all choices with this compression.
 
-        The traced buckets win a tie.
+        Among equal choices, the traced buckets come first.
         """
         steps = self.steps[ranks]
         return min((one for one in steps if one.compression == compression), key=lambda one: steps[one].step_s)
@@ -107,6 +107,6 @@ def advice(found: Forecast) -> str:
 
 
 def _from(found: Forecast, compression: str, most: int) -> str:
-    """Name the smallest number of ranks at which the compression pays. Empty if this number is `most`, or if there is none."""
+    """Name the smallest number of ranks with a clear gain. Empty if this number is `most`, or if there is no such number."""
     paying = [count for count in sorted(found.steps) if found.gain(count, found.best(count, compression)) >= _WORTH]
     return f" (and more than {_WORTH:.2f} times from {paying[0]} ranks on)" if paying and paying[0] != most else ""

@@ -15,7 +15,7 @@ from .models import CLASSES, FEATURES, MODELS, Model
 
 STEPS = 20
 _SHARE = 4
-_SMALL_CAP_MB = 256 / 1024**2  # several buckets even for these models
+_SMALL_CAP_MB = 256 / 1024**2  # so small that even these models have several buckets
 _RTOL, _ATOL = 1e-8, 1e-10
 
 

@@ -18,7 +18,7 @@ class Floor:
     """The shortest possible time of an all-reduce: a rank's time for its share of the additions and copies.
 
     Attributes:
-        points: pairs of a tensor's size in bytes and the seconds for this size, at least one, in ascending order.
+        points: at least one pair of a tensor's size in bytes and the seconds for this size, in ascending order.
     """
 
     points: tuple[tuple[float, float], ...]
