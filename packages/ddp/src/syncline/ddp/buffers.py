@@ -162,7 +162,7 @@ class Buffers:
 
     @contextmanager
     def _seen_by_autograd_if_changed(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Hide writes from autograd, except a write that changes a value which a backward may read.
+        """Hide writes from autograd, except changes of values that a backward may read.
 
         If autograd saw all writes, a second forward could not run before the backward of the first forward.
         """

@@ -278,8 +278,8 @@ class Elastic:
             RankGivenUpError: the other ranks have gone on without this rank.
             TransportError: a recovery took longer than `give_up_s`.
             MisuseError: this step begins within another step or after `close`, or is the second step for one batch. Or a
-                collective failed after the agreement to apply the step. Or gradients are left that are not averaged and that no
-                optimizer has used.
+                collective failed after the agreement to apply the step. Or the step ends with gradients that are not averaged,
+                and that no optimizer has used.
         """
         self._refuse_if_closed("a step was begun")
         if self._phase is not _Phase.BETWEEN_STEPS:

@@ -88,7 +88,7 @@ def name_of_hook(hook: Callable[..., Any]) -> str:
 
 
 def describe_environment() -> LoggingData:
-    """Return the environment variables that torch reads, or "N/A" for each that is not set."""
+    """Return the environment variables that torch reads. A variable that is not set has the value "N/A"."""
     return {name.lower(): os.environ.get(name, "N/A") for name in _ENVIRONMENT}
 
 

@@ -6,7 +6,7 @@ private to torch                        without it
 ``_execution_engine.queue_callback``    ``mixed_precision`` is an error
 ``_cast_forward_inputs``                ``mixed_precision`` is an error
 ``_current_graph_task_id``              ``mixed_precision`` does not notice backwards on two threads
-``_get_current_graph_task_keep_graph``  a forward in evaluation whose loss is kept counts as open after its backward
+``_get_current_graph_task_keep_graph``  a forward in evaluation mode counts as open until the script drops its loss
 ``Module._parameters``                  ``mixed_precision`` is an error; ``ModelWatch`` notices some new parameters late
 ``RNNBase._flat_weights``               ``mixed_precision`` of a module with a recurrent layer is an error
 ``Tensor._version``                     ``mixed_precision`` compares all low-precision copies after each forward

@@ -32,7 +32,7 @@ class DiLoCoOptimizer(WrappingOptimizer):
         outer gradient          the parameters after the latest synchronisation, minus the present average of all replicas
         outer step              SGD with Nesterov momentum; every replica continues from the result
 
-    Do not wrap the model in DDP, unless you pass `sites`. Buffers are not synchronised.
+    Wrap the model in DDP only if you pass `sites`. Buffers are not synchronised.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Douillard et al.,
     "Streaming DiLoCo with overlapping communication", 2025. The defaults are the values of the first paper.

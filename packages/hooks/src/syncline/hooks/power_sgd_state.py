@@ -19,7 +19,7 @@ from .stages import Pipeline
 from .statistics import HookStatistics
 
 _KIND = "PowerSGD"
-# Settings that a saved state and the loading state must share, because they decide which tensors the state holds.
+# These settings must be equal in a saved state and in the state that loads it: they decide which tensors a state holds.
 _SHAPING = ("matrix_approximation_rank", "use_error_feedback", "warm_start")
 _OTHERS = (
     "start_powerSGD_iter",

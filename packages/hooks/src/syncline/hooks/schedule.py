@@ -87,7 +87,7 @@ class ScheduleState:
     def abandon_step(self) -> None:
         """End the present step early, because the phase's hook has raised an error. Then `switch` is allowed again.
 
-        `schedule_hook` calls this method. The failed step is not counted, unless the hook failed at the last bucket.
+        `schedule_hook` calls this method. The failed step counts only if the hook failed at the last bucket.
         """
         self._is_between_steps = True
 

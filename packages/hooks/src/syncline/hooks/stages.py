@@ -47,10 +47,10 @@ def finished(tensor: torch.Tensor) -> TensorFuture:
 
 
 def used_here(tensors: Iterable[torch.Tensor]) -> None:
-    """Tell torch's allocator that the current stream uses tensors that an earlier stage made, maybe on another stream.
+    """Tell torch's allocator that the current stream uses these tensors of an earlier stage, perhaps made on another stream.
 
-    Without this call, the memory of a tensor that is dropped goes back at once to the stream on which the tensor was made. This
-    stream could overwrite the memory before the GPU has run the present stage.
+    Without this call, the memory of a dropped tensor goes back at once to the stream that made the tensor. This stream could
+    overwrite the memory before the GPU has run the present stage.
     """
     for tensor in tensors:
         if tensor.is_cuda:

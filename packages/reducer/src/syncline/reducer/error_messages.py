@@ -193,7 +193,7 @@ def disagreement(error: DisagreementError, where: str) -> DisagreementError:
 
 
 def is_of_a_stray_backward(text: str) -> bool:
-    """Whether an error's text shows that a rank ran a backward that other ranks did not run."""
+    """Whether an error's text shows a backward that only some ranks ran."""
     marks = set(re.findall(r"backward (\d+) since forward (\d+)", text.partition("The last calls")[0]))
     return len(marks) > 1 or any(backward != "1" for backward, _ in marks)
 

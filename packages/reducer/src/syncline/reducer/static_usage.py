@@ -98,8 +98,8 @@ class StaticUsage(UsageModel):
         """Until the end of the first backward with averaging, record the used parameters. Later, only check the parameters.
 
         Raises:
-            UnexpectedGradientError: a later backward uses a parameter that the first backward did not use on this rank, or
-                whose gradient was None on every rank.
+            UnexpectedGradientError: a later backward uses a parameter that the first backward did not use on this rank. Or it
+                uses a parameter whose gradient was None on every rank in the first backward.
         """
         if self._expected is None:
             self._used.update(index for index in indices if index not in undefined)

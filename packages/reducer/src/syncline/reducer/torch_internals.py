@@ -202,7 +202,7 @@ def call_at_outer_end(callback: Callable[[], None]) -> bool:
 
     Call this function in a callback of `call_at_backward_end`. Return whether there is such an outer backward.
     """
-    # Autograd has left the nodes of the backward that ends, so this is the node whose hook runs.
+    # No node of the backward that ends is running any more. If a node is running, it belongs to an outer backward.
     node = _current_node()
     if node is not None:
         _call_at_end_around(node, callback)

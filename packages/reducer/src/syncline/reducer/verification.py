@@ -36,7 +36,7 @@ class Difference(NamedTuple):
 
 
 def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tensor], *, group: ProcessGroup) -> None:
-    """Check that all ranks have the same parameters in the same order: names, shapes, strides, dtypes, and which are frozen.
+    """Check that all ranks have the same parameters in the same order: names, shapes, strides, dtypes, `requires_grad`.
 
     Every rank of the group calls this function.
 
