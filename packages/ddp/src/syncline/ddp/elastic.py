@@ -90,7 +90,7 @@ class Elastic:
         sampler: the sampler that divides each batch among the ranks.
         stateful: other objects that change with the steps, such as learning rate schedulers or a GradScaler. A repeated step
             starts with their state from before the step. All ranks pass the objects in the same order.
-        min_ranks: after a loss, the training ends with an error if fewer than `min_ranks` ranks are left.
+        min_ranks: the training ends with an error if fewer than `min_ranks` ranks are left after a rank is lost.
         max_failures: the largest number of ranks that may be lost in the whole training. None: any number.
         silence_timeout_s: the number of seconds that a recovery waits for a rank that does not answer and may still run; see
             [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
@@ -515,7 +515,7 @@ class Elastic:
             self._model._watch.restore(self._watch_state)
 
     def _divide_or_end(self) -> None:
-        """Divide the samples anew, or end the training, on all remaining ranks alike."""
+        """On all remaining ranks, divide the samples again, or end the training."""
         group = self._group
         self.lost_ranks = sorted(self._members - set(group.members))
         if group.size < self._min_ranks:
@@ -649,9 +649,9 @@ class Elastic:
 
 def _new_pass(loader: Iterable[Batch]) -> Iterator[Batch]:
     iterator = iter(loader)
-    # An iterator cannot begin again. After a loss it would leave out batches that were not applied, and give old shares. For
-    # some loaders (Lightning's `CombinedLoader`), `iter` also returns the loader itself. But these loaders begin again, and
-    # have a length.
+    # An iterator cannot begin again. After a rank is lost, it would leave out batches that were not applied, and give old
+    # shares. For some loaders (Lightning's `CombinedLoader`), `iter` also returns the loader itself. But these loaders begin
+    # again, and have a length.
     if iterator is loader and not hasattr(loader, "__len__"):
         raise MisuseError(
             f"expected a loader that can begin again, such as a DataLoader, found an iterator ({type(loader).__name__}): pass "

@@ -2,12 +2,12 @@
 
 ::
 
-    with model.join():               a rank with inputs            a rank without (it has left the loop)
+    with model.join():               a rank with inputs             a rank without (it has left the loop)
         for inputs in loader:
-            model(inputs) ...        roll call: I am present  ◄──► roll call: I am not
-                                     its collectives          ◄──► main_hook: takes part in them, adding nothing
-    at the end                       roll call: nobody        ◄──► roll call: nobody
-                                     post_hook                ◄──► post_hook: the final state, from a rank that was last
+            model(inputs) ...        all_reduce: I have inputs ◄──► all_reduce: I have none
+                                     its collectives           ◄──► main_hook: takes part in them, adding nothing
+    at the end                       all_reduce: I have none   ◄──► all_reduce: I have none
+                                     post_hook                 ◄──► post_hook: the state of a rank with the most inputs
 """
 
 from __future__ import annotations

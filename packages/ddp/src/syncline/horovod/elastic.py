@@ -59,7 +59,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
-        # If this process joins a training that is under way, wait until the group lets it in.
+        # If this process joins a training that already runs, wait until the group lets the process in.
         is_new = world().group.is_waiting  # until its first `sync`, this process does not have the state of the training
         if is_new:
             _change_ranks(lambda: world().group.admit(silence_timeout_s=_GIVE_UP_S))

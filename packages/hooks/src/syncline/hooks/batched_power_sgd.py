@@ -71,7 +71,7 @@ def _bucketwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> St
     with plain_math(buffer.device), state.statistics.stage("decompress"):
         used_here([p, padded])
         q = wire.view(q.shape).to(q.dtype)
-        # A single NaN or infinity makes the sum not finite. `wire` has the same bits on all ranks, so all ranks decide alike.
+        # A single NaN or infinity makes the sum not finite. `wire` has the same bits on all ranks, so their decisions agree.
         is_sound = bool(torch.isfinite(wire.sum(dtype=q.dtype)))
         approximation = torch.bmm(p, q.transpose(1, 2))
         names, left_out = _pieces(state, bucket, padded.sub_(approximation.view(-1)), layout)

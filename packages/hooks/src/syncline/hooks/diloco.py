@@ -292,7 +292,7 @@ class _Fragment:
     def finish_if_due(self, step: int | None) -> None:
         """If the outer step is due after `step`, wait for the average and take the outer step. None: the outer step is due."""
         if self._pending is None or (step is not None and step < self._due):
-            # No average is under way, or its outer step is due later.
+            # No average is in progress, or its outer step is due later.
             return
         averages, self._pending = self._pending.wait(), None
         places = zip(self.parameters.values(), self._anchors, averages, self._velocities, strict=True)
@@ -323,7 +323,7 @@ class _Fragment:
             if velocity is not None:
                 # A state that was saved without momentum has no velocities.
                 velocity.copy_(tensors.get("velocity", torch.zeros_like(anchor)))
-        # Drop an average under way, because it belongs to the state that is replaced here.
+        # Drop an average in progress, because it belongs to the state that is replaced here.
         self._pending = None
         if due is not None:
             self._due, self._mixing = due

@@ -147,7 +147,7 @@ class _WholeAverage(PendingAverage):
         self._parts: list[tuple[list[int], torch.Tensor, Work]] = []
         for dtype, indices in _by_dtype(parameters).items():
             with torch.no_grad():
-                # A copy: the inner optimizer changes the parameters while the average is under way.
+                # A copy: the inner optimizer changes the parameters while the average is in progress.
                 flat = torch.cat([parameters[index].to(dtype).reshape(-1) for index in indices])
             statistics.sends(sum(parameters[index].nbytes for index in indices), flat.nbytes)
             self._parts.append((indices, flat, group.all_reduce(flat, ReduceOp.AVG, async_op=True)))

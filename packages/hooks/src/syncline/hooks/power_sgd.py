@@ -151,7 +151,8 @@ def _layerwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Sta
     with plain_math(buffer.device), statistics.stage("decompress"):
         used_here([*ps, *qs, *(batch.matrices for batch in batches)])
         _unpack(wire, qs)
-        # A single NaN or infinity makes the sum not finite. All ranks decide alike: they have the same bits in `wire`.
+        # A single NaN or infinity makes the sum not finite. All ranks have the same bits in `wire`, so they decide in the same
+        # way.
         is_sound = bool(torch.isfinite(wire.sum(dtype=math_dtype(buffer.dtype))))
         for batch, p, q in zip(batches, ps, qs, strict=True):
             batch.replace(p, q)

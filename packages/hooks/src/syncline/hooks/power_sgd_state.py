@@ -168,8 +168,8 @@ class PowerSGDState:
     def random_factors(self, shapes: Sequence[Sequence[int]], like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
         """Return one random factor for each shape, with standard normal numbers.
 
-        The factors are the same on every rank, and different in every call. All ranks call this method equally often. The
-        factors have the dtype `dtype`, and are on the device of `like`.
+        The factors are the same on every rank, and different in every call. All ranks must call this method the same number of
+        times. The factors have the dtype `dtype`, and are on the device of `like`.
         """
         generator = torch.Generator().manual_seed(self.seeds.next())
         drawn = [torch.randn(*shape, generator=generator, dtype=dtype, device="cpu") for shape in shapes]
