@@ -3,8 +3,8 @@
 A host's name does not help: it may resolve to 127.0.1.1, to nothing, or to an address that leads nowhere.
 
 So rank 0 opens a "door" at each of its addresses: a listening socket that sends a secret word to each peer. All other ranks try
-all doors. The first door that every rank has reached gives the address of rank 0. Each other rank gets the address of its own
-end of the connection to this door. (The word shows that no proxy, and no other host, has answered.)
+all doors. The address of rank 0 is that of the first door that every rank has reached. The address of any other rank is that of
+its own end of the connection to this door. (The word proves that rank 0 has answered, and not a proxy or another host.)
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def loopback_domain() -> str:
 def own_addresses(interfaces: Sequence[str] = ()) -> list[OwnAddress]:
     """Return the addresses at which other hosts may reach this host, IPv4 first.
 
-    If `interfaces` is not empty, return all their addresses in the order of `interfaces`, with loopback addresses.
+    If `interfaces` is not empty, return all their addresses in the order of `interfaces`, including loopback addresses.
 
     Raises:
         LaunchError: one of `interfaces` does not exist, is down, or has no address.
@@ -163,7 +163,7 @@ class Doors:
             door.bind((address, 0))
             door.listen(1024)
             door.setblocking(False)
-        # An error here would leave the other ranks waiting. They use the other addresses.
+        # Do not raise: the other ranks would wait for this rank. They can use its other addresses.
         except OSError as error:
             logger.warning("host %s cannot listen at its address %s: %s", socket.gethostname(), address, error)
             return None
@@ -186,8 +186,9 @@ class Tried:
     """The result when one rank has tried to connect to each door of rank 0. A door is a listening socket: see `Doors`.
 
     Attributes:
-        own: for the number of each door that the rank has reached, the address of the rank's own end of the connection.
-        failed: for the number of each other door, the reason, in words.
+        own: for each door that the rank has reached, the address of the rank's own end of the connection. The key is the
+            number of the door.
+        failed: for each other door, the reason in words. The key is the number of the door.
     """
 
     host: str = field(default_factory=socket.gethostname)

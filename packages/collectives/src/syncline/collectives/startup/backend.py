@@ -32,8 +32,8 @@ class ConnectRequest:
         init_method: the URL where the ranks meet ("env://", "file://...", "tcp://..."; see `rendezvous`), or None.
         timeout_s: the time limit of each collective, in seconds.
         group_name: the name of the group in error messages.
-        store: a store of Syncline or torch in which the ranks meet, without keys of an earlier run. If None, the ranks meet in
-            another way, such as `init_method`.
+        store: a store of Syncline or torch in which the ranks meet. The store has no keys of an earlier run. If None, the ranks
+            meet in another way, such as `init_method`.
         reproducible: whether reductions must give the same bits in every run. A backend that cannot do this must refuse to
             connect.
         host_group: a group of the same ranks for tensors in host memory, or None. As long as the new group
@@ -46,8 +46,8 @@ class ConnectRequest:
         interfaces: the network interfaces on which ranks of several hosts meet, and on which Gloo communicates. If empty, the
             backend chooses interfaces itself.
         spin_s: how many seconds a waiting rank polls before it begins to sleep between two polls.
-        joins: whether this process is a newcomer: it starts later than the ranks of the job, and these ranks let this process
-            in by `ProcessGroup.admit`.
+        joins: whether this process is a newcomer, a process that starts later than the ranks of the job. These ranks let the
+            newcomer in by `ProcessGroup.admit`.
         devices: the types of device whose tensors the group will get, such as {"cpu"}. None means all types that the backend
             serves.
     """

@@ -54,7 +54,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class _LauncherEnv:
-    """The names of the environment variables that one launcher sets. None names no variable.
+    """The names of the environment variables that one launcher sets. None: the launcher sets no such variable.
 
     The launcher is recognised if the variables named in `rank`, `world_size` and `also` are set.
     """
@@ -74,16 +74,16 @@ class _LauncherEnv:
 # which starts Python. The innermost launcher describes this process. From the inside outwards:
 #
 # 1. torchrun, recognised by TORCHELASTIC_RUN_ID. torchrun may run under any launcher: for example, an MPI job may start one
-#    torchrun on each node. The numbers of torchrun and of the launcher then differ, which is no contradiction. `syncline
-#    run` sets torchrun's variables for the script, too, but with a run id of its own form (`is_own_run_id`). Then use the
-#    launcher that has started `syncline run` (points 2 to 4), or point 5 if `syncline run` has started the ranks itself.
+#    torchrun on each node. Then torchrun and the launcher give different numbers, which is no contradiction. `syncline run`
+#    sets torchrun's variables for the script, too, but with a run id of its own form (`is_own_run_id`). For such a run id,
+#    use the launcher that has started `syncline run` (points 2 to 4), or point 5 if `syncline run` has started the ranks.
 # 2. The mpirun or mpiexec of an MPI: Open MPI, PMI (MPICH's Hydra, Intel MPI, Cray), MVAPICH. If the variables of two of these
 #    are set, one launcher is inside the other, and nothing says which is the inner one.
 # 3. The launcher of a resource manager: Flux (first, because it may run inside Slurm), PALS, JSM, and Slurm if srun started the
 #    process (then the step id is a number). A batch script sees SLURM_PROCID=0 and the whole SLURM_NTASKS, but is alone. An
-#    mpirun (2) starts its daemons with these launchers. So inside an mpirun, their variables describe the daemons.
-# 4. PMIx alone (prterun, and other launchers that only have PMIx). It sets a rank, but no size. If a launcher above sets the
-#    variables of PMIx, too, both kinds of variables have the same numbers.
+#    mpirun (2) starts its daemons with these launchers. So inside an mpirun, the launchers' variables describe the daemons.
+# 4. PMIx alone (prterun, and other launchers that only have PMIx). PMIx sets a rank, but no size. A launcher above may set the
+#    variables of PMIx, too. Then its own variables and those of PMIx have the same numbers.
 # 5. RANK and WORLD_SIZE without TORCHELASTIC_RUN_ID: set by hand, by a batch script or by Kubernetes.
 #
 # Two sources contradict each other if both describe *this* process and differ. The two sources may be two launchers of point 2,
@@ -148,7 +148,7 @@ def detect_launch(environ: Mapping[str, str], *, is_given: bool = False) -> Laun
     launches = [_read(launcher_env, environ) for launcher_env in spoken]
     for launcher_env, launch in zip(spoken[1:], launches[1:], strict=True):
         _check_agreement(spoken[0], launches[0], launcher_env, launch)
-    # PALS and PMIx do not say the size, but a RANK and WORLD_SIZE that agree with them do.
+    # PALS and PMIx do not say the size. If RANK and WORLD_SIZE are set, too, take the size from WORLD_SIZE, the last entry.
     return replace(launches[0], world_size=launches[-1].world_size)
 
 
@@ -213,8 +213,8 @@ _OF_A_JOB = (
 def take_launch(environ: MutableMapping[str, str], *, is_given: bool = False) -> Launch | None:
     """Call `detect_launch`. If it finds a launcher, mark in `environ` that this process is the rank that the launcher started.
 
-    A child process inherits the mark (the variable SYNCLINE_PLACE), so it knows that it is not the rank. See Note [The place of
-    a process]. If `is_given` (the caller has passed rank and world size), a child of a rank gets None instead of an error.
+    A child process inherits the mark (the variable SYNCLINE_PLACE), so the child knows that it is not the rank. See Note [The
+    place of a process]. If `is_given` (the caller has passed rank and world size), a child of a rank gets None and no error.
 
     Raises:
         LaunchError: this process is a child of a rank, or `detect_launch` raises the error.
@@ -223,7 +223,7 @@ def take_launch(environ: MutableMapping[str, str], *, is_given: bool = False) ->
     if launch is None:
         return None
     parent = parent_rank(environ)
-    # No rank is above this process, so the place is free. From now on, children of this process see that it is taken.
+    # No rank is above this process, so the place is free. From now on, children of this process see that the place is taken.
     if parent is None:
         environ[PLACE_VARIABLE] = _place(os.getpid(), environ)
         return launch
@@ -250,7 +250,7 @@ def launch_by(communicator: Any) -> Launch:
 def parent_rank(environ: Mapping[str, str]) -> int | None:
     """If this process is a child of a rank, return the rank's process id, otherwise None."""
     pid, _, place = environ.get(PLACE_VARIABLE, "").partition(" ")
-    # No process has taken a place, or this process has taken it, or the launcher's variables now describe another place.
+    # No process has taken a place, this process itself has taken the place, or the launcher's variables describe another place.
     if not pid.isdecimal() or int(pid) == os.getpid() or place.split()[:1] != _place(0, environ).split()[1:2]:
         return None
     own = _socket_number(environ)
@@ -303,7 +303,7 @@ def process_manager(environ: Mapping[str, str]) -> str | None:
     if "OMPI_COMM_WORLD_SIZE" in environ:
         return OPEN_MPI
     if environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix."):
-        # Inside the step, MPICH's mpiexec sets its own variables. If only PMI_RANK is set, the manager is not certain.
+        # An MPICH mpiexec inside the step sets its own variables, too. If only PMI_RANK is set, the manager is not certain.
         return HYDRA if "HYDI_CONTROL_FD" in environ else None if "PMI_RANK" in environ else SRUN_PMIX
     step = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
     if environ.get("PMI_JOBID") == step:

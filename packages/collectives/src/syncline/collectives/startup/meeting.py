@@ -44,8 +44,8 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
 
     Only these ranks may use `store`, and only for this call. `scope` is the time limit of the whole call.
 
-    Cost: with L ranks on this node, each rank sends L + 8 requests of fixed size to the store, for any number of ranks. A rank
-    that waits sends more requests.
+    Cost: with L ranks on this node, each rank sends L + 8 requests of fixed size to the store. The number of ranks on other
+    nodes does not matter. A rank that waits sends more requests.
 
     Raises:
         TimeoutError: some ranks did not call this function in time; the error names them. When the first rank gives up, or is
@@ -76,7 +76,7 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
         try:
             scope.check()
         except TimeoutError:
-            # The reason of a scope may be a `TimeoutError`, too. Only the scope's own time limit is told to the others.
+            # Tell the other ranks only of the scope's own time limit, and not of a `TimeoutError` with which it was cancelled.
             if scope.reason is not None:
                 raise
             absent = f"rank(s) {', '.join(map(str, _absent(store, range(size)))) or 'that came late'}"
@@ -84,7 +84,7 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
             told = f"{_GAVE_UP}rank {rank} gave up after {scope.timeout_s:g} s, when {absent} had not come"
             if store.compare_set(_ALL, "", told).decode() == told:
                 raise TimeoutError(f"{absent} did not come to the rendezvous") from None
-            break  # the last rank came at this moment, or another rank has told something
+            break  # the last rank came at this moment, or another rank has reported a problem
     said = store.get(_ALL, _SLICE_S).decode()
     if said.startswith(_GAVE_UP):
         raise TimeoutError(said.removeprefix(_GAVE_UP))
@@ -118,7 +118,7 @@ def _disagree(problem: str, store: Store, rank: int, size: int) -> NoReturn:
 
 def _let_all_read(store: Store, rank: int, size: int) -> None:
     """On rank 0, wait until all ranks have read the error, at most `_READ_S` seconds."""
-    with suppress(StoreError):  # others are late, or rank 0 has ended and its store with it
+    with suppress(StoreError):  # some ranks did not read in time, or rank 0 and its store have ended
         store.set(f"read/{rank}", "")
         if rank == 0:
             store.wait([f"read/{other}" for other in range(1, size)], _READ_S)
@@ -143,8 +143,8 @@ def _have_come(store: Store, rank: int, scope: CancelScope) -> bool:
     except StoreError:
         raise
     except BaseException:  # Ctrl-C, or another signal whose handler raises
-        # The program may go on and call again, as a cell of a notebook does. Ranks that come later would wait for this rank in
-        # vain. If the store does not answer, a second Ctrl-C ends this request, too.
+        # The program may go on and call `meet` again, as a cell of a notebook does. Ranks that come later would wait for this
+        # rank in vain. If the store does not answer, a second Ctrl-C ends this request, too.
         with suppress(StoreError):
             told = f"{_GAVE_UP}rank {rank} was interrupted before all had come; call again on all ranks, or start them again"
             store.compare_set(_ALL, "", told)

@@ -113,7 +113,7 @@ def start(connecting: Connecting) -> None:
     level = getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}") if mpi4py.rc.threads else MPI.THREAD_SINGLE
     init = _function(MPI, "MPI_Init_thread")
     with connecting.step("MPI_Init: a process of the job has not started MPI"), _sighup_kept():
-        # If there is no such function, or the user wants other error handlers than those set below, mpi4py starts MPI.
+        # mpi4py starts MPI if the function was not found, or if the user wants other error handlers than those set below.
         if init is None or mpi4py.rc.errors != "exception":
             MPI.Init_thread(level)
             return
@@ -122,16 +122,16 @@ def start(connecting: Connecting) -> None:
     # A call with ctypes raises no exception, so look at the status.
     if status != 0:
         raise BackendUnavailableError(f"backend 'mpi': MPI_Init_thread failed with the error code {status}")
-    # As mpi4py does, so that MPI returns its errors.
+    # Set the same error handlers as mpi4py, so that MPI returns its errors.
     for communicator in (MPI.COMM_SELF, MPI.COMM_WORLD):
         communicator.Set_errhandler(MPI.ERRORS_RETURN)
 
 
 @contextmanager
 def _sighup_kept() -> Iterator[None]:
-    """Set the handler of SIGHUP again at the end: UCX, which many MPI libraries use, replaces it for its own debugging."""
+    """At the end, restore the handler of SIGHUP: UCX, which many MPI libraries use, replaces this handler for debugging."""
     yield
-    # Only the main thread can set handlers. A user who has named a signal for UCX wants its debugging.
+    # Only the main thread can set handlers. If the user has named a signal for UCX, keep the handler of UCX.
     if threading.current_thread() is threading.main_thread() and "UCX_DEBUG_SIGNO" not in os.environ:
         handler = signal.getsignal(signal.SIGHUP)
         if handler is not None:
@@ -160,12 +160,12 @@ _REFUSED = {
 # Note [Addresses through Slurm's PMI-2]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # Ranks of several nodes exchange their addresses through Slurm. Over UCX (the default of MPICH from PyPI), each rank sends nine
-# pieces of about 700 characters: its address, and then random contents of its memory, encoded such that zeros take less space.
-# So the length differs from run to run. Slurm truncates requests that are too long ("value not properly terminated in client
+# pieces of about 700 characters. They contain its address, and then random contents of its memory. The encoding shortens zeros,
+# so the length differs from run to run. Slurm truncates requests that are too long ("value not properly terminated in client
 # request"), and MPICH hangs, aborts, or goes on. Over OFI a rank sends 86 characters. We saw this with MPICH 5.0.2 and Slurm
 # 22.05.8; `mpiexec -verbose` shows the requests.
 NETMOD = "MPIR_CVAR_CH4_NETMOD"
-# MPICH 5.0.2 with 2 ranks: SIGBUS with 2 MiB of /dev/shm, SIGSEGV with 16 MiB, neither with 32 MiB.
+# MPICH 5.0.2 with 2 ranks ends with SIGBUS if /dev/shm has 2 MiB, and with SIGSEGV if it has 16 MiB. It runs with 32 MiB.
 LEAST_SHM_BYTES = 64 << 20
 
 
@@ -256,10 +256,10 @@ def abort_job(status: int) -> None:
 
 _CUDA_TRIAL_S = 120.0
 
-# The launcher's variables begin with these prefixes. The child does not get these variables, because it would join the job.
+# The launcher's variables begin with these prefixes. The child must not get these variables: with them it would join the job.
 _LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "PMI2_", "PRTE_", "SLURM_", "HYDRA_", "HYDI_", "MPI_LOCAL", "TORCHELASTIC_")
 # Users choose MPI's transport with variables of this prefix, so the child must get these variables. But the launcher sets some
-# variables of this prefix, too. The child must not get those.
+# variables of this prefix, too. The child must not get the launcher's variables.
 _SETTINGS_PREFIX = "OMPI_MCA_"
 _LAUNCHER_SETTINGS = ("ess", "orte_", "pmix", "plm", "rmaps", "ras", "initial_wdir")
 

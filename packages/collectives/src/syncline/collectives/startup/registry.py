@@ -168,7 +168,7 @@ class PerDeviceBackend(Backend):
 
     @property
     def meets_in_store(self) -> bool:
-        """Whether the ranks of any of the backends can meet in a store."""
+        """Whether at least one of the backends can let its ranks meet in a store."""
         return any(backend.meets_in_store for backend in self._backends.values())
 
     def connect(self, request: ConnectRequest) -> PerDeviceGroup:
@@ -179,7 +179,7 @@ class PerDeviceBackend(Backend):
         groups: dict[str, ProcessGroup] = {}
         for device in sorted(self._backends, key=lambda device: device != "cpu"):
             backend = self._backends[device]
-            # If no backend meets in a store, all backends get the store. They refuse it, so it is not silently ignored.
+            # If no backend meets in a store, pass the store to all backends. They raise an error instead of ignoring the store.
             store = request.store if backend.meets_in_store or not self.meets_in_store else None
             groups[device] = backend.connect(
                 replace(request, store=store, host_group=groups.get("cpu"), devices=frozenset({device}))

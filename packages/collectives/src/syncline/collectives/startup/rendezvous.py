@@ -53,8 +53,8 @@ def keys_of_connection(store: dist.Store, backend: str, rank: int | None) -> dis
     """Return the part of a shared store in which the ranks of one connection meet.
 
     A store may serve several connections, one after the other: the store of torchrun's agent, the server of rank 0, or a store
-    that the program passes twice. Each connection has a number, which each rank counts in the store itself. All ranks connect
-    in a store the same number of times, so they get the same number.
+    that the program passes twice. Each rank counts its connections in the store, and the count is the connection's number. All
+    ranks connect in a store the same number of times, so all ranks get the same number.
 
     When torchrun starts the ranks again, it keeps its store, and some of the old ranks may not have connected. So the numbers
     begin again with each attempt.
@@ -66,7 +66,7 @@ def keys_of_connection(store: dist.Store, backend: str, rank: int | None) -> dis
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     attempt_store = dist.PrefixStore(f"syncline/{backend}/{attempt}", store)
-    # To add 0 reads a number. If rank 0 has not come yet, it will make the first connection.
+    # Adding 0 reads the number. If rank 0 has not come yet, it will make the first connection.
     number = max(attempt_store.add("connections/0", 0), 1) if rank is None else attempt_store.add(f"connections/{rank}", 1)
     return dist.PrefixStore(str(number), attempt_store)
 
@@ -146,7 +146,7 @@ def _over_mpi(request: ConnectRequest) -> tuple[dist.Store, str]:
         address = address_by_group(mpi, request.interfaces, request.timeout_s)
         return tcp_store_of_rank_0(mpi, request.timeout_s, address), address
     finally:
-        # The group was only needed to tell the address. From here on the ranks use the store.
+        # The group was needed only until all ranks have the address of the store. From here on the ranks use the store.
         mpi.close()
 
 
@@ -161,16 +161,16 @@ def store_at(
 ) -> dist.Store:
     """Return the store for a URL. All ranks that call this function with the same URL share the store.
 
-    `is_one_host` says whether all ranks are known to be on this host. Only a warning depends on it.
+    `is_one_host` says whether all ranks are known to be on this host. If so, there is no warning about a loopback address.
 
     ``file:///folder``
         Ranks meet in a folder that all of them can reach. The folder may contain files of earlier runs. If two jobs start in
         one folder at the same time, their ranks may mix.
     ``tcp://host:port``
-        Rank 0 serves a store on this address of its machine. If the host is a name that leads to a loopback address there,
-        rank 0 logs a warning. All ranks must have the same secret, from the file named by ``?secret_file=PATH`` or from the
-        variable SYNCLINE_SECRET. On the loopback address, neither is needed: the ranks share the secret of their user; see
-        `user_secret`.
+        Rank 0 serves a store on this address of its machine. If the host is a name that means a loopback address on this
+        machine, rank 0 logs a warning. All ranks must have the same secret, from the file named by ``?secret_file=PATH`` or
+        from the variable SYNCLINE_SECRET. On the loopback address, neither is needed: the ranks share the secret of their
+        user; see `user_secret`.
     ``env://``
         Under torchrun, the store of torchrun's agent. Without torchrun, the same as ``tcp://$MASTER_ADDR:$MASTER_PORT``.
 
@@ -186,8 +186,8 @@ def store_at(
         return _left_at_exit(file_rendezvous(parse_folder(init_method), rank, size, timeout=timeout_s))
     if scheme == "tcp":
         return _over_tcp(parse_address(init_method), rank, timeout_s, environ, is_one_host=is_one_host)
-    # Use torch's rendezvous only here: TCPStore listens on all addresses and asks for no credential, and FileStore reads data
-    # of an earlier run. But torchrun's agent has already opened a TCPStore.
+    # Use torch's rendezvous only under torchrun, whose agent has opened a TCPStore of torch already. In other cases, torch's
+    # stores are worse: TCPStore listens on all addresses and asks for no credential, and FileStore reads data of earlier runs.
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         logger.debug("rank %d of %d: rendezvous in the store of torchrun's agent", rank, size)
         store: dist.Store = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))[0]
@@ -211,7 +211,7 @@ def _left_at_exit(store: FileStore) -> dist.Store:
     """Return the store for torch. The last process of the run removes the run's folder at its exit."""
     # At exit and not earlier, because the ranks of a new subgroup may meet in this folder until then.
     pid = os.getpid()
-    _close_at_exit.append(lambda: leave_run(store) if os.getpid() == pid else None)  # forks are not counted
+    _close_at_exit.append(lambda: leave_run(store) if os.getpid() == pid else None)  # a forked child has not joined the run
     return AsTorchStore(store)
 
 
@@ -230,8 +230,8 @@ def loopback_host(init_method: str, environ: Mapping[str, str] = os.environ) -> 
 def find_secret(secret_file: str | None, environ: Mapping[str, str], host: str = "") -> str:
     """Return the secret that only the ranks of the job know: from SYNCLINE_SECRET in `environ`, or from the file `secret_file`.
 
-    If there is neither, and `host`, where the ranks meet, is a loopback address, the result is the secret of this user; see
-    `user_secret`.
+    The ranks meet at `host`. If `host` is a loopback address, and there is no other secret, the result is the secret of this
+    user; see `user_secret`.
 
     Raises:
         LaunchError: there is no secret, there are two secrets, or other users could read the secret file.
@@ -269,7 +269,7 @@ def _over_tcp(address: Address, rank: int, timeout_s: float, environ: Mapping[st
     # Rank 0 is the server, and a client like all others.
     if rank == 0:
         server = _serve(address.host, address.port, secret, fork_count())
-        # Debian gives a host's own name the address 127.0.1.1. That is no fault if all ranks are on this host.
+        # Debian gives a host's own name the address 127.0.1.1. If all ranks are on this host, they reach this address.
         if not is_one_host and is_loopback(server.host) and not is_loopback(address.host):
             logger.warning(
                 "rank 0: the name %r leads to %s on host %s, so ranks on other hosts cannot reach rank 0. If there are any, "
@@ -343,7 +343,7 @@ _clients: dict[tuple[str, int, str, float], AsTorchStore] = {}
 
 
 def _client(host: str, port: int, secret: str, timeout_s: float) -> dist.Store:
-    """Return a client that lives until this process exits. Each has several descriptors, so use the same one again."""
+    """Return a client that lives until this process exits. The same arguments give the same client, to save descriptors."""
     place = (host, port, secret, timeout_s)
     known = _clients.get(place)
     if known is not None:
@@ -354,7 +354,7 @@ def _client(host: str, port: int, secret: str, timeout_s: float) -> dist.Store:
             # The whole time limit is over.
             raise
         except StoreError as error:
-            # The server has ended. Another one may listen there now, or soon: then the code below connects to it.
+            # The server has ended. A new server may listen at this address now, or soon. The code below connects to that one.
             logger.debug("the server at %s:%d is not there any more: %s", host, port, error)
     store = TCPStore(host, port, secret=secret, timeout=timeout_s)
     _close_at_exit.append(store.close)

@@ -31,7 +31,7 @@ DEFAULT_SITE_FILE = Path("/etc/syncline/site.toml")
 class AlgorithmThresholds:
     """Sizes in bytes that decide which algorithm a collective uses.
 
-    To switch an algorithm off, set its size to 2**62, but `eager_bytes` to 1.
+    To switch an algorithm off, set its size to 2**62. To switch the eager algorithm off, set `eager_bytes` to 1.
 
     Attributes:
         eager_bytes: a collective uses the eager algorithm if a rank reads at most this many bytes from its peers. A larger

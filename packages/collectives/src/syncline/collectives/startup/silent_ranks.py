@@ -3,9 +3,10 @@
 A rank that times out in a collective does not know why: the cause is in the rank that did not come. That rank may notice
 nothing, and the launcher or MPI ends it as soon as the first rank has ended. So there are two steps:
 
-1. A rank with an uncaught `CollectiveTimeout`, or with an error that follows from one, leaves a note in the folder that the
-   processes of one user on a node share. Then the rank waits before it ends (`let_silent_ranks_report`). A rank that fails
-   because the first rank has closed its connections waits as long as the first rank.
+1. A rank may end with an uncaught `CollectiveTimeout`, or with an error that follows from a `CollectiveTimeout`. Such a rank
+   leaves a note in the folder that the processes of one user on a node share. Then the rank waits before it ends
+   (`let_silent_ranks_report`). A rank that fails because the first rank has closed its connections waits as long as the first
+   rank.
 2. The monitor of each rank looks for the note every second. If the note is there, and this rank has not just reported a
    failure of its own, the rank writes its report, with the stacks of its threads (`NoteWatch`).
 
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
     from ..health.report import Reporter  # loads torch, which `syncline run` must not load
 
 _LOOK_S = 1.0
-# The other ranks need one look to see the note, and then write a file.
+# In this time the other ranks look for the note at least once, and write their reports.
 _WAIT_S = 2.5
 # A rank that fails after another rank waits this long for the other rank's note.
 _NOTE_S = 1.0
 # A rank that failed less than this time ago has written its own report.
 _TOGETHER_S = 60.0
-# A rank that was killed while it waited has left its note. Notes that are older than this are removed.
+# If a rank is killed while it waits, its note stays. Other ranks remove notes that are older than this.
 _OLD_S = 3600.0
 
 
@@ -117,10 +118,10 @@ def _comes_from(error: BaseException, kind: type[SynclineError]) -> bool:
     """Whether an error, or an error that it follows from, is of this kind."""
     earlier: BaseException | None = error
     for _ in range(20):  # causes may form a cycle
-        # Ctrl-C while such an error was handled is another reason.
+        # If Ctrl-C came while the program handled such an error, Ctrl-C is the reason.
         if not isinstance(earlier, Exception):
             return False
-        # If a future of torch fails with our error, torch's DDP raises a RuntimeError with its text.
+        # If a future of torch fails with our error, torch's DDP raises a RuntimeError with the text of our error.
         is_text = type(earlier) is RuntimeError and f"{kind.__name__}: " in text_of(earlier)
         if isinstance(earlier, kind) or is_text:
             return True

@@ -3,7 +3,7 @@
 Note [Who speaks]
 ~~~~~~~~~~~~~~~~~
 One failure makes many ranks fail, but only one rank of a node speaks: it prints its error in full. The first rank that fails
-writes to a small file, which the processes of one user on a node share, that it speaks. The other ranks print one line that
+speaks, and notes this in a small file. The processes of one user on a node share this file. The other ranks print one line that
 points to the first rank.
 
 The first rank that fails is usually the cause. But a rank that has only lost a connection knows less than other ranks. So this
@@ -93,8 +93,8 @@ def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool, 
     line. `failure` is the exception that `init_process_group` raises. The hook calls `is_connected`. `has_siblings` says
     whether a launcher started this process.
     """
-    # The program may catch this exception, go on, and end with another one, which is its own. A mark on the exception does not
-    # keep the frames of its traceback alive, as a reference would.
+    # The program may catch this exception, go on, and end with another exception. So mark this exception. A mark does not keep
+    # the frames of the traceback alive, but a reference to the exception would.
     if failure is not None:
         setattr(failure, _FAILED_TO_CONNECT, True)
     # Do not set the hook twice, nor at a Python prompt, nor if `syncline run` prints the error.
@@ -283,7 +283,7 @@ def _shorten(told: traceback.TracebackException, error: BaseException) -> bool:
 
 
 def _reached_user(error: BaseException) -> bool:
-    """Whether the traceback of the error begins in the user's code (which has caught the error), or has a frame there."""
+    """Whether the user's code has caught the error (the traceback begins in this code), or has a frame in the traceback."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     stdlib, installed = _library_folders()
     return bool(files) and (
@@ -318,7 +318,7 @@ def _torch_folders() -> list[str]:
 
 
 def _library_folders() -> tuple[list[str], list[str]]:
-    """Return the folders of Python's own library, and those of installed packages. The latter may be inside the former."""
+    """Return the folders of Python's own library, and those of installed packages, which may be inside the first."""
     stdlib, installed = (
         [sysconfig.get_path(name) + os.sep for name in names] for names in (("stdlib", "platstdlib"), ("purelib", "platlib"))
     )
