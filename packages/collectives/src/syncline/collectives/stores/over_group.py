@@ -39,7 +39,7 @@ class GroupStore(ServedStore):
     Cost of a call: four messages, and no message on rank 0. A call that waits for a key repeats its request.
 
     The `timeout` of a call limits how long the call waits for a key. If rank 0 is too busy to answer a request, the call waits
-    longer, up to the group's time limit. Then this rank cannot use the store any more, because the answer may still come.
+    longer, up to the group's time limit. After this limit the rank cannot use the store any more: the answer may still come.
 
     In a forked child of a rank, every call raises a `GroupClosedError`, because only the rank itself communicates.
 
@@ -142,7 +142,7 @@ class GroupStore(ServedStore):
 
 
 class _Client:
-    """What the handles of one rank share, because their messages go through one group: a handle, and its clones.
+    """The state that a handle shares with its clones, because their messages go through one group.
 
     Attributes:
         asking: held during a request and its answer.
@@ -180,8 +180,8 @@ class _Server:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
-        # The thread waits for the rest of a request, because Ctrl-C has ended the call of that rank. `close` aborts the group
-        # in any case now. Over Gloo the thread may wait on after that, so do not wait for it without a limit.
+        # The thread still waits for the rest of a request, because Ctrl-C has ended the call of another rank. Abort the group,
+        # as `close` does later in this case. Over Gloo the thread may still wait after that, so join it with a time limit.
         if self._thread.is_alive():
             self._group.abort()
             self._thread.join(_STOP_S)

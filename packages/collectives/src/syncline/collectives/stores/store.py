@@ -35,7 +35,7 @@ class Store(ABC):
     **Atomicity:** each call of `set`, `add`, `compare_set` or `delete_key` is atomic. All handles see these calls in the same
     order, and see their effects after the call has returned. `check` and `wait` may look at their keys one after the other.
 
-    **Keys** are any text that UTF-8 can encode: not a text with lone surrogates.
+    **Keys** are any text that UTF-8 can encode, so lone surrogates are not allowed.
 
     **Values:** a str is stored as UTF-8, and a number as decimal text, as in torch: if `add` has returned 3, `get` returns
     ``b"3"``.

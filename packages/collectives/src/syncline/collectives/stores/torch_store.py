@@ -115,7 +115,7 @@ class AsTorchStore(dist.Store):
         return AsTorchStore(self._store)
 
     def _while_wanted(self, wait: Callable[[timedelta | float], T], keys: Sequence[str], limit: timedelta | float) -> T:
-        """Call `wait`, which waits for the keys; inside `waits_end_with`, until the scope is cancelled."""
+        """Call `wait`, which waits for the keys. Inside `waits_end_with`, raise a StoreError once the scope is cancelled."""
         scope: CancelScope | None = getattr(_here, "scope", None)
         if scope is None:
             return wait(limit)

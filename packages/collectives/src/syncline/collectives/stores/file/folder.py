@@ -140,8 +140,8 @@ class LinkLock:
 
     A process that is killed between 2 and 4 leaves the lock behind. A process on the same machine can find out that the holder
     has ended (`ProcessIdentity`), and removes the lock. But only the process that first creates the file `break-<the holder's
-    ticket>` may remove it, so that nobody removes the lock of the next holder. The `break` file is never removed. A process on
-    another machine fails at its time limit, with an error that names the holder and the file to delete.
+    ticket>` may remove this lock, so that nobody removes the lock of the next holder. The `break` file is never removed. A
+    process on another machine fails at its time limit, with an error that names the holder and the file to delete.
 
     Args:
         folder: a folder on a file system with hard links.

@@ -2,9 +2,9 @@
 
 Note [Rendezvous among leftovers]
 ------------------------------
-A process cannot see whether a file belongs to this run. So it trusts a file only if the file repeats a random number that the
-process has just drawn. The folder has a store, the *rendezvous store*, which is never deleted. The records of this store may be
-out of date, but must have the form that a rendezvous writes::
+A process cannot see whether a file belongs to this run. So the process draws a random number, and trusts a file only if the
+file repeats this number. The folder has a store, the *rendezvous store*, which is never deleted. The records of this store may
+be out of date, but must have the form that a rendezvous writes::
 
     rank r > 0                                   rank 0
     1. draws a number, sets join/r to the number
@@ -20,8 +20,8 @@ Ranks that were given different values of `world_size` find this out in steps 4 
 
 The rendezvous store counts the processes that use the store of the run: rank 0 from step 2 on, and the others from step 4 on,
 before they set here/<run>/r. `leave_run` takes a process out of the count. The last process removes the count and the run's
-store. Nobody may join a run without a count. A process that was killed stays in the count, so the store of its run is never
-removed.
+store. No process may join a run that has no count. A process that was killed stays in the count, so the store of its run is
+never removed.
 
 Each run has a new store, named by the random id of step 2. Two runs that meet at the same time need different values of
 `rendezvous_id`, or their ranks could mix.
@@ -78,7 +78,7 @@ def file_rendezvous(
         DisagreementError: the ranks were given different values of `world_size`.
         InvalidArgumentError: `rank` is not below `world_size`.
     """
-    rank, world_size = index(rank), index(world_size)  # integers of NumPy are none for JSON
+    rank, world_size = index(rank), index(world_size)  # JSON cannot encode NumPy's integers
     if not 0 <= rank < world_size:
         raise InvalidArgumentError(f"rank={rank}: expected a rank from 0 to {world_size - 1}, as world_size is {world_size}")
     store = FileStore(path, rendezvous_id, timeout)

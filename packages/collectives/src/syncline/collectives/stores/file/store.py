@@ -76,8 +76,8 @@ class Log:
     2. A writer takes the lock (Note [Locking by link] in `file.folder`), reads new records, appends one record, calls `fsync`,
        closes the file, and releases the lock. `fsync` also raises the error of a full disk or quota in the writer.
     3. A reader takes no lock. The reader opens the file again each time, and reads on from where it stopped.
-    4. A record contains its length and checksum. A reader stops before an incomplete record, and tries again later. An
-       incomplete record under the lock comes from a write that failed. The next writer cuts it off.
+    4. A record contains its length and checksum. A reader stops before an incomplete record, and tries again later. If a
+       writer that holds the lock finds an incomplete record, an earlier write failed. The writer cuts this record off.
     5. Complete records are never removed, so the file grows. From the new size, an NFS client sees that its cache is out of
        date.
 

@@ -151,7 +151,7 @@ def _probe(host: str, port: int, scope: CancelScope) -> str:
         ProtocolError: another program uses this port.
         OSError: no address accepts connections.
     """
-    # A plain connection, which is thrown away: ZeroMQ, which makes the real one, would not say why a connection fails.
+    # Try a plain connection first, and throw it away: ZeroMQ makes the real connection, but does not say why one fails.
     with _connected(host, port, scope) as plain:
         if plain.getsockname() == plain.getpeername():  # connected to itself: the system chose this port for our own end
             raise ConnectionRefusedError("connection refused")
@@ -179,7 +179,7 @@ def _connected(host: str, port: int, scope: CancelScope) -> socket.socket:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for number, (family, kind, protocol, _, address) in enumerate(found):
         limit_s, left = scope.remaining_s(), len(found) - number
-        # Also the last of several addresses gets no more: the server may start later, at an earlier address.
+        # The last of several addresses gets no more time than the others: the server may start later, at an earlier address.
         if len(found) > 1:
             limit_s = min(_ADDRESS_S, limit_s / left)
         plain = None
