@@ -118,9 +118,9 @@ class TorchSideWork(dist.Work):
         self._asked()
         limit_s = time_limit_s(timeout)
         self.ours.wait(self._timeout_s if limit_s is None else limit_s)
-        # A callback of our future completes the future that the program has. Wait for it, as `PendingWork.wait` does. But in a
-        # callback do not wait: this thread may have to complete the future itself, after the callback. And do not wait for the
-        # program's later futures: the callbacks of the first one run before those are done.
+        # A callback of our future completes the program's future. Wait for the program's future, as `PendingWork.wait` does.
+        # In a callback, do not wait: this thread may have to complete the future itself, after the callback. Wait only for the
+        # program's first future, because the callbacks of the first future run before later futures are complete.
         if self._given is not None and not self._given.done() and not a_queue_runs_here():
             self._given.wait()
         return True
@@ -166,15 +166,16 @@ class TorchSideWork(dist.Work):
     def get_future(self) -> TensorsFuture:
         """Return a future of the output tensors that also works in C++; see Note [Futures that fail] in `work`.
 
-        If a callback waits for the future of a later collective, the wait never ends, unless `get_future` was called in the
-        callback. In a callback, call the work's `wait` instead.
+        If a callback must wait for a later collective, call the `wait` of the collective's work. If the callback waits for a
+        future that was requested outside of the callback, the wait never ends.
         """
         self._asked()
         future = self.ours.get_future()
         # A callback that runs on our queue's thread may wait for the future. This works only with futures of our own class.
         if a_queue_runs_here():
             return future
-        # Each is made anew, so that our future sees whether a callback is late; see Note [Late callbacks] in `engine.queue`.
+        # Make a new future at each call, so that our future sees whether a callback is late; see Note [Late callbacks] in
+        # `engine.queue`.
         given = future_for_torch(future, self.ours.result())
         self._given = given if self._given is None else self._given
         return given
@@ -234,12 +235,12 @@ class CallIssuer(dist.ProcessGroup):
     Note [A work that only C++ holds]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     Within `join(divide_by_initial_world_size=False)`, torch's DDP passes the work of an all-reduce of one number to its
-    reducer. C++ keeps only the C++ half of this work, whose `wait` would never return. So the group keeps a reference to the
-    latest works of all-reduces of one number.
+    reducer. C++ keeps only the C++ half of this work. Without the Python half, `wait` would never return. So the group keeps a
+    reference to the latest works of all-reduces of one number.
 
     torch 2.6 keeps only the C++ half of every work, and may wait long after the call. So with torch 2.6, the group keeps each
-    work until C++ or Python waits for the work or asks for its future. C++ may do both, so the group keeps the work a little
-    longer.
+    work until C++ or Python waits for the work or asks for its future. C++ may ask for the future and also wait, so the group
+    keeps the work a little longer.
 
     Args:
         ours: the Syncline group, which becomes `syncline_group`.

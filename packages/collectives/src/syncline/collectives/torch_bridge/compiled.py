@@ -1,13 +1,14 @@
-"""Kernels for three operators of compiled programs, which call a group's C++ backend. Syncline's groups have none.
+"""Kernels for three operators of compiled programs. torch's kernels call a C++ backend, which Syncline's groups do not have.
 
 Two of the operators write into a given tensor, for the buckets of FSDP; the third is for batches of sends and receives.
 
 Note [Kernels of torch and the GIL]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A kernel of torch that is called from Python (`call_boxed`) keeps the GIL. A kernel that puts a collective into the queue of a
-Gloo group waits for the queue's lock. The queue's thread may hold this lock while it drops a tensor that Python has seen. This
-needs the GIL, so both threads wait for ever. So two of our kernels also serve torch's groups: they call a method of the group,
-which releases the GIL. Batches of sends and receives on torch's groups do not use the queue, and still go to torch's kernel.
+Gloo group waits for the queue's lock. The queue's thread may hold this lock while it drops a tensor that Python has seen. To
+drop the tensor, the queue's thread needs the GIL, so both threads wait for ever. So two of our kernels also serve torch's
+groups: they call a method of the group, which releases the GIL. Batches of sends and receives on torch's groups do not use the
+queue, and still go to torch's kernel.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ logger = logging.getLogger("syncline.collectives")
 _everybody: dict[str, ProcessGroup] = {}
 # The group for torch while `share_default_group` runs.
 _shared: ProcessGroup | None = None
-# Whether torch is to get our newest default group, but a rank was lost before torch had it.
+# True while torch must still get our newest default group. The value stays true if a rank is lost before that.
 _is_unfinished = False
-# The hooks for uncaught errors: ours or Python's, and torch's, which calls the first one.
+# Two hooks for uncaught errors: the hook before torch's (ours or Python's), and torch's own hook, which calls the first hook.
 _excepthooks = (sys.excepthook, sys.excepthook)
 
 
@@ -41,7 +41,8 @@ def share_default_group() -> None:
     """Make Syncline's default group the default group of torch.distributed, for libraries that use torch.distributed.
 
     All ranks must call this function, after Syncline's `init_process_group`. torch makes new groups from this group. torch's
-    `destroy_process_group()` does not close this group. But if the caller is handling an exception, it aborts this group.
+    `destroy_process_group()` leaves this group open. While the caller handles an exception, `destroy_process_group()` aborts
+    this group.
 
     If `Elastic` or `hvd.elastic` makes a new default group, torch.distributed gets the new group, too. Then all other groups of
     torch.distributed are destroyed, and the program must make them again. A newcomer (a process that joins the job later) also

@@ -66,7 +66,7 @@ class TorchCollectives(CallIssuer):
 
     @disable_dynamo
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
-        """Combine each tensor, in place, with the tensors at the same index on other ranks. Tensors may share a collective."""
+        """Combine each tensor, in place, with the tensors at the same index on other ranks. A collective may reduce several."""
         mine, reduction = some(tensors, "allreduce_coalesced"), reduction_of(opts)
         return self._issue(
             "all_reduce_coalesced",
@@ -333,7 +333,7 @@ class TorchCollectives(CallIssuer):
 
 def _rows(tensors: Any) -> list[torch.Tensor]:
     some(tensors, "this collective")
-    # torch passes one tensor for each rank in a list, or in a list whose only entry is this list.
+    # torch passes a list with one tensor for each rank, or a list whose only entry is such a list.
     rows = only(tensors, "list of tensors") if isinstance(tensors[0], (list, tuple)) else tensors
     return list(rows)
 
@@ -384,7 +384,7 @@ def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op
 
 
 def _given(splits: Sequence[int] | None) -> Sequence[int] | None:
-    # An empty list means None in torch. A test of its truth would fail for an array of NumPy.
+    # An empty list means None in torch. Compare the length, because `not splits` fails for an array of NumPy.
     return None if checks.is_list(splits) and len(cast(Sequence[int], splits)) == 0 else splits
 
 

@@ -61,7 +61,7 @@ def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
 
     If the torch group has one of Syncline's backends (see `torch_backend`), the result is the Syncline group that carries out
     the torch group's calls. Otherwise the result is a new `TorchGroup`. Its time limit is that of the torch group, but at
-    least 30 minutes. torch itself ends a call after a shorter limit.
+    least 30 minutes. If the torch group has a shorter limit, torch itself ends a call at this limit.
 
     Args:
         torch_group: a group of torch.distributed; None means torch's default group.
@@ -82,7 +82,7 @@ def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
     ours = getattr(torch_group, "syncline_group", None)
     if isinstance(ours, ProcessGroup):
         return ours
-    # If torch's limit is shorter, leave it to torch, which does not count the time that a call waits behind earlier calls.
+    # Let torch itself apply a shorter limit, because torch does not count the time that a call waits behind earlier calls.
     return TorchGroup(torch_group, timeout_s=max(timeout_of(torch_group), DEFAULT_TIMEOUT_S))
 
 
@@ -404,7 +404,7 @@ class TorchGroup(ProcessGroup):
 
 
 def _torch_reduces(tensor: torch.Tensor, op: Reduction) -> bool:
-    # With not-a-number, torch's MIN and MAX are not right on all ranks.
+    # If an element is not-a-number, torch's MIN and MAX are wrong on some ranks.
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         return not tensor.is_floating_point()
     # torch reduces complex numbers as pairs of real numbers, which is wrong for PRODUCT.

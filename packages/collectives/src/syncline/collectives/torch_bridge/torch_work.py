@@ -61,7 +61,8 @@ def torch_limit(limit_s: float) -> timedelta:
 
 def mapped(error: RuntimeError) -> TransportError:
     """Turn an error of torch.distributed into a `CollectiveTimeout` or another `TransportError`."""
-    # Gloo says "Application timeout caused pair closure" in each later call over the connection, also in one that did not wait.
+    # After a time-out, Gloo says "Application timeout caused pair closure" in each later call over the connection, even if the
+    # later call itself did not wait.
     if "caused pair closure" in str(error):
         return TransportError(
             with_details(
@@ -218,9 +219,9 @@ class _Delivery:
     drops them, the process aborts ("terminate called without an active exception"). So at exit we wait until torch has dropped
     our functions that were called.
 
-    Then the thread drops the work, which may hold the last reference to a tensor that Python has seen. For this the thread
-    needs the interpreter, too. We cannot see when it has finished. So at exit we release the GIL for the time that a waiting
-    thread usually needs. This is no guarantee.
+    Then the thread drops the work, which may hold the last reference to a tensor that Python has seen. To drop this tensor, the
+    thread needs the interpreter, too. We cannot see when the thread has finished. So at exit we release the GIL for the time
+    that a waiting thread usually needs. This pause is no guarantee.
 
     Note [Who destroys a group]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~

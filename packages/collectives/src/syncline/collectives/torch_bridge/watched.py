@@ -118,7 +118,7 @@ def _issue_seen(group: ProcessGroup, title: str, name: str, seen: Seen) -> Work:
             results = _called(seen.operator, [tensor.contiguous() for tensor in inputs], (*seen.words, name))
     finally:
         _here.issued = None
-    # With a mode without values, the operator has issued nothing.
+    # Under a mode whose tensors have no values, such as `FakeTensorMode`, the operator has issued nothing.
     return SeenWork(issued[0] if issued else FinishedWork(outputs), outputs, results)
 
 
