@@ -166,7 +166,7 @@ class RankPlugin:
                 RankOutcome("collection", "failed" if errors else "passed", "\n".join(errors)) for _, errors in everyone
             ]
             words = combined(outcomes)
-            # pytest prints this error on every rank, so only rank 0 says all.
+            # pytest prints this error on every rank, so only the error of rank 0 has the details.
             raise pytest.UsageError(problem if words is None or self._agreement.rank != 0 else f"{problem}\n{words}")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

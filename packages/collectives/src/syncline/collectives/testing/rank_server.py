@@ -1,8 +1,8 @@
 """A process that loads torch once, and then forks ranks. A new process for each rank would need seconds to load torch.
 
 `run_processes` starts this process. Each line of the standard input is a job, as JSON. For each job, the process writes one
-line to the standard output, with the exit statuses of the ranks. It ends when its input ends. It has only one thread, so it can
-fork safely.
+line to the standard output, with the exit statuses of the ranks. The process ends when its input ends. The process has only one
+thread, so it can fork safely.
 """
 
 from __future__ import annotations

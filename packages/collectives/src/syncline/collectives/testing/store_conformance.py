@@ -81,7 +81,7 @@ def add_of_more_than_64_bits_is_refused_and_changes_nothing(open_store: OpenStor
 
 
 def add_to_text_is_refused_and_changes_nothing(open_store: OpenStore) -> None:
-    """Check that `add` raises an error if the value is not a number, and does not change it."""
+    """Check that `add` raises an error if the value is not a number, and does not change the value."""
     store = open_store()
     store.set("text", "not a number")
     _expect_error(SynclineError, lambda: store.add("text", 1), "add to a text")
@@ -290,7 +290,8 @@ def a_clone_has_a_limit_of_its_own(open_store: OpenStore) -> None:
 def wrong_arguments_are_refused(open_store: OpenStore) -> None:
     """Check that wrong arguments are refused.
 
-    They are: one key in place of a list, an int as a value, bytes as a key, a float as an amount, and a lone surrogate.
+    The wrong arguments are one key in place of a list, an int as a value, bytes as a key, a float as an amount, and a lone
+    surrogate.
     """
     store = open_store()
     _expect_error(InvalidArgumentError, lambda: store.check("abc"), "check('abc')")

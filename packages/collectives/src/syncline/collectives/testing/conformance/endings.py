@@ -64,7 +64,7 @@ def at_the_time_limit(group: ProcessGroup) -> None:
 
 
 def after_different_calls(group: ProcessGroup) -> None:
-    """Check that different calls of the ranks are noticed, at the latest in the next barrier.
+    """Check that the group notices if the ranks make different calls, at the latest in the next barrier.
 
     The calls differ only in their marks, so they do no harm in a library that carries them out. This check leaves the group
     aborted.

@@ -48,7 +48,7 @@ def both_send_first(group: ProcessGroup) -> None:
 def tags(group: ProcessGroup) -> None:
     """Check that a receive, also from any rank, gets the oldest message with its tag, whatever else was sent earlier.
 
-    A sender passes one of the tags as an integer of 8 bits, with which a comparison with a large number overflows.
+    A sender passes one of the tags as an integer of 8 bits. A comparison of this integer with a large number would overflow.
     """
     if group.size == 1:
         return

@@ -91,7 +91,7 @@ class _Caller:
     def place(self, values: torch.Tensor, group: ProcessGroup, *, is_alike: bool = True) -> Laid:
         """Make a tensor with these values, in a layout that was drawn.
 
-        In a layout with a window, `group` allocates the memory, if all ranks make a tensor of this size (`is_alike`).
+        If the layout has a window, and all ranks make a tensor of this size (`is_alike`), `group` allocates the memory.
         """
         name = self.layout if is_alike else self.own.choice(["plain", "offset", "strided", "transposed"])
         layout, block = _layout(name, values.shape), None

@@ -129,7 +129,7 @@ def _calls_on(group: ProcessGroup, tensor: torch.Tensor) -> list[partial[Work]]:
 
 
 def wrong_numbers(group: ProcessGroup) -> None:
-    """Check that roots, tags, splits and sizes must be integers in range, and that a dtype must be one."""
+    """Check that roots, tags, splits and sizes must be integers in range, and that `dtype` must be a dtype of torch."""
     size = group.size
     unchecked: Any = group  # as in a caller's code without types
     for root in (0.5, "0", None):
@@ -153,7 +153,8 @@ def wrong_numbers(group: ProcessGroup) -> None:
 def tensors_that_stand_for_others(group: ProcessGroup) -> None:
     """Check tensors without memory of their own: results of torch's functional collectives, and fake tensors.
 
-    A call must first wait for a functional collective whose result it gets. A call with a fake tensor must send nothing.
+    If a call gets the result of a functional collective, the call must first wait for this collective. A call with a fake
+    tensor must send nothing.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._functional_collectives import AsyncCollectiveTensor

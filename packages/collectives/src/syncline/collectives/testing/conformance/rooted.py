@@ -101,7 +101,7 @@ def scatter_in_place(group: ProcessGroup) -> None:
 
 
 def roots_of_other_types(group: ProcessGroup) -> None:
-    """Check that integers of other types are the same root: an int on even ranks, a tensor on odd ranks."""
+    """Check that ranks can pass the root as integers of different types: an int on even ranks, a tensor on odd ranks."""
     for root in range(group.size):
         given: int = root if group.rank % 2 == 0 else torch.tensor(root)  # type: ignore[assignment]
         tensor = values((13,), group.rank)

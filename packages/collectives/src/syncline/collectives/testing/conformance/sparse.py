@@ -36,9 +36,9 @@ def sums(group: ProcessGroup) -> None:
 
 
 def halves(group: ProcessGroup) -> None:
-    """Check that float16 and bfloat16 are added in float32 and rounded once: the sums of some of the ranks are no halves."""
+    """Check that float16 and bfloat16 are added in float32 and rounded once: these dtypes cannot hold all partial sums."""
     for dtype, exact_below in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
-        # In the dtype itself, `exact_below` + 1 is `exact_below`. On rank 0, the index is there twice.
+        # In the dtype itself, `exact_below` + 1 is rounded to `exact_below`. The tensor of rank 0 has the same index twice.
         mine = [exact_below / 2, exact_below / 2] if group.rank == 0 else [1.0]
         added = exact_below + group.size - 1
         for op, expected in ((ReduceOp.SUM, added), (ReduceOp.AVG, added / group.size), (premul_sum(0.75), added * 0.75)):

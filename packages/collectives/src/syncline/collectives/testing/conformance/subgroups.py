@@ -36,7 +36,7 @@ def without_color(group: ProcessGroup) -> None:
 
 
 def colors_of_other_types(group: ProcessGroup) -> None:
-    """Check that integers of other types are the same color: an int on even ranks, a tensor on odd ranks."""
+    """Check that ranks can pass a color as integers of different types: an int on even ranks, a tensor on odd ranks."""
     color: int = 3 if group.rank % 2 == 0 else torch.tensor(3)  # type: ignore[assignment]
     part = group.split(color, torch.tensor(-group.rank))  # type: ignore[arg-type]
     assert part is not None

@@ -103,7 +103,7 @@ def random_terms(op: ReduceOp, shape: Sequence[int], rank: int, dtype: torch.dty
 
 
 def expect_reduced(found: torch.Tensor, op: ReduceOp, inputs: Sequence[torch.Tensor], what: str) -> None:
-    """Check the reduction of the inputs of all ranks. A floating-point result may differ by the rounding of any order.
+    """Check the reduction of the inputs of all ranks. A floating-point result may be rounded as in any order of the terms.
 
     Raises:
         CheckError: the result is wrong. The message shows the first wrong element.
@@ -117,7 +117,7 @@ def expect_reduced(found: torch.Tensor, op: ReduceOp, inputs: Sequence[torch.Ten
         expect(found, exact.to(dtype), what)
         return
     info = torch.finfo(dtype)
-    # A result has at most one rounding for each rank, each at most `eps` of the result for absolute values.
+    # A result has at most one rounding for each rank. Each rounding is at most `eps` times the result for absolute values.
     bound = _reduced(op, [term.abs() for term in wides]) * (2 * (len(wides) + 1) * info.eps) + info.tiny
     is_wrong = ~((found.to(wide) - exact).abs() <= bound)  # also true for nan
     if is_wrong.any():
