@@ -229,7 +229,7 @@ class Communicator:
         NCCL. Normally the abort ends the kernels, and the stuck call returns an error. Two other outcomes are possible:
 
         1. The abort or the stuck call does not return. Each abort runs on its own thread, so only the end of the process waits
-           for it, for a few seconds.
+           for this thread, for a few seconds.
         2. NCCL frees the communicator while the stuck thread still uses it, and a signal kills the process.
 
         We accept both outcomes, because they happen only in a group that has failed.

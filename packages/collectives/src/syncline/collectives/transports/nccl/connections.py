@@ -203,8 +203,8 @@ class Connections:
         if self._of_all_ranks is None:
             return None
         with _fatal():
-            # No operation may be in flight during ncclCommSplit; see `Communicator.split`. But transfers have communicators of
-            # their own, and a peer may send only after the split.
+            # No operation of this communicator may be in flight; see `Communicator.split`. Do not wait for transfers: they have
+            # other communicators, and a peer may send only after the split.
             if not self._in_flight.drain(scope.remaining_s(), also_transfers=False):
                 raise TransportError(f"split on {self._place()}: what was in flight did not finish in {scope.timeout_s:g} s")
             return self._connector.split(self._of_all_ranks, members, scope)
@@ -223,7 +223,7 @@ class Connections:
                 graph.
         """
         scope = CancelScope(min(_GRAPHS_S, self._timeout_s()) if self._was_captured else self._timeout_s())
-        # On separate threads, because the other ranks may destroy their communicators in another order.
+        # Use a thread for each communicator, because the other ranks may destroy their communicators in another order.
         calls = [DetachedCall(made.communicator.destroy, "syncline-nccl-destroy", self.background) for made in self._made]
         for call in calls:
             try:

@@ -46,7 +46,7 @@ logger = logging.getLogger("syncline.collectives")
 # How long a rank that closes a group waits for the others, to compare their calls. The time is short, because this rank cannot
 # know whether another rank has failed and will not come.
 _CLOSE_S = 5.0
-# Up to this many ranks compare their calls after each backward. With more, one rank would receive too many messages in a step.
+# Up to this many ranks compare their calls after each backward. With more ranks, one rank would receive too many messages.
 _COMPARED_EACH_TIME = 16
 # A thread that is inside a store when the interpreter shuts down crashes the process. At exit, queues wait for their threads
 # only for a short time; this event makes the waits of these threads end sooner.
@@ -72,8 +72,8 @@ class NcclGroup(EngineGroup):
     1. All collectives of the group run on one stream, in the order in which the group's queue gives turns to the callers'
        threads. A collective starts after all operations that are on the caller's current stream when it is issued.
     2. The call returns when the collective is on the stream. But if NCCL must connect ranks first, the call blocks until they
-       are connected. NCCL does this at the group's first collective, at the first gather, scatter and all-to-all, and at the
-       first reduction in steps (see `NcclPlan`). `wait` makes the current stream wait for the collective. `wait` blocks the
+       are connected. NCCL connects ranks at the group's first collective, at the first gather, scatter and all-to-all, and at
+       the first reduction in steps (see `NcclPlan`). `wait` makes the current stream wait for the collective. `wait` blocks the
        calling thread only with a timeout, or for a barrier.
     3. For the CPU, a future is complete when the collective is on the stream. A callback runs on the thread that attaches it,
        before this thread issues another call. Meanwhile, the thread's current stream waits for the collective. So a call that
@@ -95,17 +95,17 @@ class NcclGroup(EngineGroup):
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~
     NCCL does not compare calls: if ranks make different calls, they get wrong sums or wait for ever. So a thread of the group
     compares the histories of the ranks (see Note [Comparison of calls] in `health.agreement`) by messages on the host. A
-    training step does not wait for this. If a comparison finds a difference, the group ends, and the next call on the group
-    raises the error.
+    training step does not wait for the comparison. If a comparison finds a difference, the group ends, and the next call on
+    the group raises the error.
 
-    A barrier with `async_op=False` waits for a comparison, and raises its error even if NCCL never ends the barrier. `close`
-    also waits for a comparison, for at most `_CLOSE_S` seconds. A group of N ranks compares after every n-th backward, where n
-    is N / `_COMPARED_EACH_TIME`, rounded up.
+    A barrier with `async_op=False` waits for a comparison, and raises the comparison's error even if NCCL never ends the
+    barrier. `close` also waits for a comparison, for at most `_CLOSE_S` seconds. A group of N ranks compares after every n-th
+    backward, where n is N / `_COMPARED_EACH_TIME`, rounded up.
 
-    With `check_calls`, the ranks compare each collective before it is issued instead. The CPU waits for this comparison, in the
-    call's turn. So all ranks must then issue the calls of all groups in one order. A send or receive of another thread waits
-    until the comparison is over. A failure of another rank ends the wait within a second if the ranks met in a store; if they
-    met in a host group, only the time limit or a lost rank ends it.
+    With `check_calls`, the ranks instead compare each collective before they issue it. The CPU waits for this comparison, in
+    the call's turn. So all ranks must then issue the calls of all groups in one order. A send or receive of another thread
+    waits until the comparison is over. If the ranks met in a store, a failure of another rank ends the wait within a second. If
+    the ranks met in a host group, only the time limit or a lost rank ends the wait.
 
     Calls in a CUDA graph are compared at the capture, and not at a replay.
 
@@ -244,7 +244,7 @@ class NcclGroup(EngineGroup):
         try:
             self._compare_before(call)
             return self._put(call, device, async_op)
-        # The call differs, or it is refused, or cannot be put on the stream. It must not stay running in the record.
+        # The call differs, is refused, or cannot be put on the stream. Record that the call has failed.
         except BaseException:
             call.is_over(FAILED)
             raise
@@ -395,7 +395,8 @@ class NcclGroup(EngineGroup):
         self._take_number(call)
         batch.calls.append(PlannedCall.of(plan, call))
         batch.work.add(call)
-        # The batch may end while another stream is current. Then only this event orders it after what wrote the tensors.
+        # The batch may end while another stream is current. This event makes the batch start after the operations that wrote
+        # the call's tensors.
         batch.after[self._runtime.current_stream(device)] = self._runtime.now(device)
         return batch.work
 
@@ -524,7 +525,7 @@ class NcclGroup(EngineGroup):
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
         """As `ProcessGroup.agree_on_calls`. With `async_op`, return None at once, and let another thread compare the calls."""
-        # A group of the host refuses this, too. If the group has failed, the wait below or the next call raises the failure.
+        # A closed group refuses this call. If the group has failed, the wait below or the next call raises the failure.
         if self._compares_later and self._closed:
             raise self._refusal(Signature("agree_on_calls"))
         if async_op:

@@ -201,7 +201,7 @@ class InFlight:
             # Nobody waits for the GPU, so neither NCCL nor the store needs to be asked.
             if not pending:
                 return None
-            # Ask NCCL before the time limits are checked: NCCL's error names the cause, and a time-out may only follow from it.
+            # Ask NCCL before the time limits are checked: NCCL's error names the cause, and a time-out may be its consequence.
             for communicator in communicators:
                 try:
                     communicator.check()

@@ -39,8 +39,8 @@ _LOOK_S = 0.1
 class Rendezvous(ABC):
     """Lets some ranks agree on a decision. Each agreement has a topic.
 
-    Each rank passes a payload, which is a dictionary that can be written as JSON. The first rank makes the decision, another
-    payload, from all payloads. All ranks get it.
+    Each rank passes a payload, which is a dictionary that can be written as JSON. From all payloads, the first rank makes the
+    decision, which is a payload, too. All ranks get the decision.
     """
 
     def agree(

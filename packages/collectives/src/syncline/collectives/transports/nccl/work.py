@@ -77,7 +77,7 @@ class Launch:
     2. The monitor, or a thread that blocks in `wait`, sees that the collective is over.
     3. The group failed, and the communicators' kernels have left the GPU.
 
-    `InFlight` holds the launch, but not the work, which holds its outputs. So after `wait`, memory is free as soon as the
+    The work holds its outputs. `InFlight` holds the launch, but not the work. So after `wait`, memory is free as soon as the
     caller drops the work and the tensors. `record_stream` would delay the reuse.
 
     Args:
