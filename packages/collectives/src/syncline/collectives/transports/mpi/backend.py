@@ -34,7 +34,7 @@ class MPIBackend(Backend):
 
     def missing(self) -> str | None:
         """Return an error text if this process cannot use MPI; else None. The method loads the MPI library to find out."""
-        # A fork shares the parent's connections but not its threads, so MPI in it would hang.
+        # A fork shares the parent's connections but not its threads, so MPI would hang in a fork.
         if _parent_has_mpi or is_fork_of_rank():
             return _IN_FORK
         return missing_library() or conflict_with_launcher()

@@ -73,7 +73,7 @@ def _transport(
     communicator: MPI.Intracomm,
     members: Sequence[int],
 ) -> Transport:
-    """Make the transport of a communicator. All its ranks call this. `members` are their ranks in the job."""
+    """Make the transport of a communicator. All ranks of the communicator call this. `members` are their ranks in the job."""
     rank = communicator.Get_rank()
     duplicate = communicator.Dup()
     with revoked_on_failure(duplicate):
@@ -234,7 +234,7 @@ class _Meeting:
             except TimeoutError:
                 over_s = over_s or time.monotonic()
                 # A listener that knows which ranks are missing raises at once. All other ranks wait two
-                # seconds longer, so that this error comes before theirs.
+                # seconds longer, so that the listener's error comes first.
                 if absent or time.monotonic() - over_s > _LISTENERS_FIRST_S:
                     raise CollectiveTimeout(self._timed_out(scope.timeout_s)) from None
             time.sleep(pause_s)

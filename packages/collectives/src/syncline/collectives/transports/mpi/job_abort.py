@@ -134,7 +134,7 @@ class ExitBarrier(Inherited):
     @override
     def in_fork(self) -> None:
         """In a forked child, remove mpi4py's exit handler, and everything that `ExitBarrier` does at exit."""
-        # `_end_without_mpi` skips mpi4py's exit handler, which ends MPI, and would never return in a child.
+        # `_end_without_mpi` skips mpi4py's exit handler. This handler ends MPI, and would never return in a child.
         atexit.unregister(self._on_exit)
         atexit.register(_end_without_mpi)
 

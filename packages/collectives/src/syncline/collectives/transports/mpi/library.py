@@ -120,7 +120,7 @@ def wait(
         scope: the time limit, which can also be cancelled.
         status: an MPI status, which this function fills in.
         longest_nap_s: see `Patience`.
-        naps_at_once: sleep from the first rest on. Set it only for a single message over a network: a collective takes many
+        naps_at_once: sleep from the first rest on. Use this only for a single message over a network: a collective takes many
             steps, and each sleep would delay a step.
 
     Raises:
@@ -291,7 +291,7 @@ _OPS: dict[ReduceOp, MPI.Op] = {
     ReduceOp.BXOR: MPI.BXOR,
 }
 
-# MPI's C_BOOL has only logical reductions. On bools they are the same as minimum, maximum and the bitwise reductions.
+# MPI's C_BOOL has only logical reductions. For bools, the minimum and the bitwise AND are a logical AND, and so on.
 _OPS_ON_BOOL: dict[ReduceOp, MPI.Op] = {
     ReduceOp.MIN: MPI.LAND,
     ReduceOp.BAND: MPI.LAND,
@@ -335,7 +335,7 @@ def memory(tensor: torch.Tensor) -> MPI.buffer:
 def message(tensor: torch.Tensor, unit_bytes: int) -> tuple[Any, ...]:
     """Describe a contiguous tensor as one message of bytes for MPI. The tensor may have more bytes than a C int can count.
 
-    A tensor with more than `unit_bytes` bytes becomes one element of an MPI type. The other rank may describe it as `MPI.BYTE`.
+    A tensor with more than `unit_bytes` bytes becomes one element of an MPI type. The other rank may use `MPI.BYTE` instead.
     The caller must keep the tensor alive until the message has been sent or received.
     """
     if tensor.nbytes <= unit_bytes:

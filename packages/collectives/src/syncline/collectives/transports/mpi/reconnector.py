@@ -34,8 +34,8 @@ class MPIReconnector(Reconnector):
            communicator of step 2; after `MOST_ATTEMPTS` times with the same members, all survivors give up
 
     The steps run on a separate thread. If a rank lives but does not call `shrink`, step 2 does not end, and `shrink` raises
-    `CollectiveTimeout`. The next call of `shrink` then waits for the same thread. After another failure, it starts again with
-    the communicator of the last step 2, because a rank never shrinks a communicator twice.
+    `CollectiveTimeout`. The next call of `shrink` then waits for the same thread. After a failure of another kind, the next
+    call starts with the communicator of the last step 2, because a rank never shrinks a communicator twice.
 
     Args:
         communicator: a communicator of all ranks that the group has at the start. Only this object may use it.

@@ -101,7 +101,7 @@ class RingAllReduce:
                     # The last pieces have gone around the whole ring, so they go no further.
                     if number + count < messages:
                         sent.append(self._send(piece))
-                    # Start to receive the next message. Its landing place is free again, or it is a result and needs none.
+                    # Start to receive the next message: a partial sum, whose landing place is free again, or a result.
                     if number + depth < messages:
                         post(number + depth)
                 for request in sent:

@@ -365,7 +365,6 @@ class MPITransport(LibraryTransport):
             whole = self._communicator.Get_group()
             part = whole.Incl(list(members))
             try:
-                # Only the members call Create_group, so no rank outside of the subset has to take part.
                 # Only the members call Create_group, so no rank outside of the subset has to take part. Open MPI sends messages
                 # with this tag, which a pending receive of the program could take. So use a communicator and tags on which
                 # nobody else receives.

@@ -97,12 +97,12 @@ class CopyInCopyOut(Algorithm):
 
     1. Copy all slices of other ranks into this rank's slot.
     2. Wait at a barrier.
-    3. Reduce the own slice in rank order, and write the result to the own tensor. For `all_reduce`, also copy it to the own
-       slot.
+    3. Reduce the own slice in rank order, and write the result to the own tensor. For `all_reduce`, also copy the result to
+       the own slot.
     4. For `all_reduce`: after the next barrier, copy the results of the other ranks out of their slots.
 
-    Cost for n bytes and p ranks: each rank copies n - n/p bytes in and reduces n/p bytes. For `all_reduce`, it also copies n/p
-    bytes in and n - n/p bytes out. There is one barrier for each chunk, and for `all_reduce` one more.
+    Cost for n bytes and p ranks: each rank copies n - n/p bytes in and reduces n/p bytes. For `all_reduce`, each rank also
+    copies n/p bytes in and n - n/p bytes out. There is one barrier for each chunk, and for `all_reduce` one more.
     """
 
     name = "copy-in copy-out"

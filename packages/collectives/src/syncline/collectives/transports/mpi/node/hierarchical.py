@@ -12,8 +12,8 @@ from ...shared_memory.segment import Segment
 from ..transport import MPITransport
 from .plan import Algorithm, Node, Place, WindowAlgorithm, chunks, slice_of
 
-# The size of a chunk that is sent between nodes. It is large enough that the network's latency matters little, and small enough
-# that its memory is soon used again.
+# The size of a chunk that is sent between nodes. A chunk is large enough that the network's latency matters little, and small
+# enough that its memory is soon used again.
 CHUNK_BYTES = 4 << 20
 # A tensor is copied to shared memory in pieces of this size. Each rank of the node has room for one piece there.
 STAGE_BYTES = 16 << 20
@@ -37,7 +37,7 @@ class NodeReduction:
 
     def stage(self, call: Call) -> Segment | None:
         """Return the stage: the shared memory to which tensors are copied. If there is no stage, all ranks return None."""
-        # If the stage could not be made once, this was so on all ranks. Do not try again.
+        # If the stage could not be made before, it could not be made on any rank. Do not try again.
         if self._stage is None and self._may_stage:
             self._stage = self._node.segment(STAGE_BYTES, call)
             self._may_stage = self._stage is not None

@@ -120,11 +120,11 @@ def slot_bytes(capabilities: Capabilities, thresholds: AlgorithmThresholds) -> i
 
 def may_be_in_window(operation: Operation, size: Size, capabilities: Capabilities, thresholds: AlgorithmThresholds) -> bool:
     """Whether a call of this size is faster in a window. If so, the ranks must compare the places of their tensors."""
-    # A comparison of places costs one exchange. For a small tensor, a window saves less than that.
+    # A comparison of places costs one exchange. For a small tensor, a window saves less than this exchange costs.
     if not capabilities.shares_memory or size.whole == 0 or size.whole < thresholds.window_bytes:
         return False
-    # Across nodes, only an all-reduce is faster in a window. But it is not reproducible, because the order of its additions
-    # depends on the nodes.
+    # Across nodes, only an all-reduce is faster in a window. But an all-reduce in a window is not reproducible, because the
+    # order of its additions depends on the nodes.
     return capabilities.nodes == 1 or (operation is Operation.ALL_REDUCE and not capabilities.reproducible)
 
 
@@ -418,9 +418,10 @@ class NodePlan(Plan):
     """Runs the calls of one signature, for ranks that may share memory.
 
     [1] The ranks compare the call and the places of their tensors. This step is left out if no tensor can be in a window, and
-        `outside` needs no comparison before it (see `Algorithm.compares`). For example, `Eager.run` compares the call itself.
+        `outside.compares` is False. For example, `Eager.run` compares the call itself.
     [2] If all tensors are at the same place of a window, `in_window` moves the data.
-    [3] Otherwise `outside` moves the data. If its shared memory cannot be made, `by_mpi` replaces it for ever.
+    [3] Otherwise `outside` moves the data. If the shared memory of `outside` cannot be made, `by_mpi` replaces `outside` for
+        ever.
 
     Without `in_window`, the ranks do not compare places.
     """
@@ -456,7 +457,7 @@ class NodePlan(Plan):
         if not algorithm.prepare(call):
             logger.debug("no shared memory for %s (%s): %s from now on", call.signature.name, algorithm.name, self._by_mpi.name)
             algorithm = self._outside = self._by_mpi
-            # If the algorithm would have compared the call itself, compare it now: MPI's collective does not.
+            # The first algorithm might have compared the call itself. MPI's collective does not, so compare the call now.
             if algorithm.compares and not is_compared:
                 node.sync(call).compare(call)
         self._latest = algorithm.name

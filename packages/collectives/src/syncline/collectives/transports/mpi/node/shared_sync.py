@@ -70,8 +70,8 @@ class ShmBarrier:
     No rank overwrites a slot too early: A reads B's slot of arrival k, passes [1], and writes its number k + 1. B reads this
     number, passes [2], and writes its slot for arrival k + 2.
 
-    A number is an aligned word of 64 bits, which a processor writes in one piece. x86 needs no instruction for a fence here: it
-    may execute a write after a later read, but no step above needs the order of a write before a read.
+    A number is an aligned word of 64 bits, which a processor writes in one piece. x86 needs no instruction for a fence here. An
+    x86 processor may execute a write after a later read, but no step above needs a write to come before a later read.
 
     Args:
         segment: the memory, with parts of `barrier_bytes(slot_bytes)` bytes.
@@ -117,7 +117,7 @@ class ShmBarrier:
             return self._segment.rows(_HEAD_BYTES + parity * self.slot_bytes + offset_bytes, numel, dtype)
 
     def arrive(self, scope: CancelScope, digest: int = 0, place_key: int = NOWHERE) -> tuple[bool, bool]:
-        """Return when all ranks have arrived: whether all ranks passed one `digest`, and whether they passed one `place_key`.
+        """Wait for all ranks. Return whether all passed the same `digest`, and whether all passed the same `place_key`.
 
         `digest` is the digest of this rank's call. `place_key` is the key of this rank's tensor from `Windows.key_of`, or
         `NOWHERE`, for which the second answer is False. `digest` and `place_key` have 64 bits.
@@ -133,8 +133,8 @@ class ShmBarrier:
         numbers[own + 2] = place_key
         self._fence()  # [1] of Note [Order in memory]
         numbers[own] = arrival  # written last: a rank that sees this number must see the other two, too
-        # `give_up` was called before this arrival, or on another thread just now. This number may have replaced its mark, so
-        # mark again.
+        # `give_up` was called before this arrival, or on another thread just now. The number above may have replaced the mark
+        # of `give_up`, so call `give_up` again.
         if self._has_given_up:
             self.give_up()
             scope.check()
@@ -161,7 +161,7 @@ class ShmBarrier:
         # A mark is the negative number of an arrival to which this rank does not come. Ranks may still wait for an earlier
         # arrival on the same line; the mark shows them that this rank came to the earlier arrival.
         self._mark(self.arrivals + 1)
-        # Another rank may have seen this arrival already, and come to the next one. So both are marked.
+        # Another rank may have seen this arrival already, and may wait at the next one. So mark both arrivals.
         if self._complete != self.arrivals:
             self._mark(self.arrivals)
 

@@ -15,16 +15,16 @@ from ....tensors.reduction import reducer_of
 from .plan import Node, Operation, Place, WindowAlgorithm, chunks, slice_of
 
 # The size of a chunk, for all ranks together. A rank copies a chunk of the result to the others while this chunk is in the
-# cache. Microseconds for two ranks, with a cache of 2 MiB for each core and huge pages. A row is the size of the tensor, a
-# column the size of a chunk; all were measured in turn on the same memory:
+# cache. The table shows microseconds for two ranks, with huge pages and a cache of 2 MiB for each core. Each row is a tensor
+# size, and each column is a chunk size. All cases were measured in turn on the same memory:
 #
 #            256 KiB   512 KiB   1 MiB   2 MiB   4 MiB
 #    4 MiB       258       243     243     277     318
 #   25 MiB     3,959     3,873   4,170   4,445   4,900
 #   64 MiB     8,173     8,415   8,630   8,810  10,526
 CHUNK_BYTES = 512 << 10
-# A rank's chunk is not smaller than this, because each chunk costs a call. (With 8 and 16 ranks, this limit makes 8 MiB 1.1 and
-# 1.2 times faster.)
+# A rank's chunk is not smaller than this, because each chunk costs a call. (This limit makes a collective of 8 MiB 1.1 times
+# faster with 8 ranks, and 1.2 times faster with 16 ranks.)
 LEAST_CHUNK_BYTES = 128 << 10
 
 _MOST_PLACES = 32
