@@ -43,7 +43,7 @@ class CudaEvent(Event):
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
-# The current streams seen so far, by device and handle. One handle means one stream, although torch makes many objects for it.
+# The current streams seen so far, by device and handle. For one stream, torch makes many objects with one handle.
 _seen: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 
 
@@ -127,7 +127,7 @@ class CudaStream(Stream):
 
 
 class CudaRuntime(DeviceRuntime):
-    """The CUDA devices of this process. Callers may drop pinned memory early, because torch reuses it only after all copies."""
+    """The CUDA devices of this process. Callers may drop pinned memory during a copy: torch reuses it only after all copies."""
 
     device_type = "cuda"
 

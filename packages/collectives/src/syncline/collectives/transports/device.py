@@ -43,7 +43,7 @@ class DeviceTransport(Transport):
     def compares_every_call(self) -> bool:
         """Whether the host transport compares every call.
 
-        The transport `direct` always does: see Note [Presync] in `mpi.transport`.
+        The transport `direct` always compares: see Note [Presync] in `mpi.transport`.
         """
         return self._host.compares_every_call
 

@@ -180,11 +180,10 @@ class GlooTransport(LibraryTransport):
         self._store = store
 
     def _within(self, call: Call) -> TorchGroup:
-        """Return the torch group, in which a collective of Gloo may now take at least as long as the call."""
-        # The call's time limit may be longer than the limit of the connection, for example after `set_timeout`. A limit that no
-        # call reaches would not do: after a failure, Gloo's thread would never let go of the tensors. And the limit never
-        # becomes shorter: at its own limit, Gloo breaks its connections, so the other ranks get a worse error than that of
-        # their own limit.
+        """Return the torch group. If Gloo's own time limit is shorter than that of the call, first raise Gloo's limit."""
+        # The call's time limit may be longer than the limit of the connection, for example after `set_timeout`. Set no endless
+        # limit: after a failure, Gloo's thread would never drop the tensors. Never make the limit shorter: at its own limit,
+        # Gloo breaks its connections, and then the error on the other ranks says less than an error at their own limit.
         if call.scope.timeout_s > self._gloo_timeout_s:
             self._group.torch_group._set_default_timeout(torch_limit(call.scope.timeout_s))
             self._gloo_timeout_s = call.scope.timeout_s
@@ -204,9 +203,9 @@ class GlooTransport(LibraryTransport):
 
     def abort(self) -> None:
         """Keep the torch group for ever, because its destructor would wait for collectives in flight."""
-        # Keep it even when the interpreter ends: two ranks that gave up one collective would wait for each other at exit.
+        # Keep the group even when the interpreter ends: two ranks that gave up a collective would wait for each other at exit.
         _open.discard(self)
-        # After `close` there is no torch group. A process may still fork, or abort the group.
+        # After `close` there is no torch group, but this method may still be called.
         if self._connected is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connected))
 
@@ -281,7 +280,7 @@ def connect(
     except (MisuseError, DisagreementError):
         raise
     except SynclineError as error:
-        # The thread that has cancelled the call, for example by `abort`, must find its own error.
+        # The error is the reason with which a thread has cancelled the call, for example by `abort`. Raise it unchanged.
         if error is scope.reason:
             raise
         raise error.reworded(f"{place}: {error}") from error.__cause__
@@ -319,7 +318,7 @@ def _connect_patiently(connect: Callable[[], Any], liveness: Liveness, scope: Ca
         # A lost rank of this group comes first, because the error then has the rank's number in this group.
         return liveness.reason_to_give_up() or (None if scope.ask is None else scope.ask())
 
-    # On a new thread: Gloo's own time limit would hold for each of its steps, and not for the whole connection.
+    # Connect on a new thread: Gloo's own time limit would hold for each of its steps, and not for the whole connection.
     patience = scope.within(math.inf, ask)
     mine = ", ".join(value for device in devices for value in device.values())
     try:
@@ -393,7 +392,7 @@ class GlooBackend(Backend):
         store, rank, size, address = meeting_place(request)
         if request.launch is not None and request.launch.is_mpi:
             # `atexit` runs functions last in, first out. MPI has registered its function by now, and this function may keep the
-            # process from ending. Register `_hang_up` again, so that it closes the sockets before MPI's function runs.
+            # process from ending. Register `_hang_up` again, so that `_hang_up` closes the sockets before MPI's function runs.
             atexit.register(_hang_up)
         devices = () if address is None or request.interfaces else _at(address)
         store = keys_of_connection(store, "gloo", rank)

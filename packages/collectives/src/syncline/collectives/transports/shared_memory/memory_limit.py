@@ -57,7 +57,7 @@ def room_for_each(limits: Sequence[Sequence[Limit]]) -> Room | None:
 
 
 def memory_limits(proc: Path = Path("/proc")) -> list[Limit]:
-    """Return the memory limits of this process that it can read. `proc` is the path of the proc file system."""
+    """Return all memory limits that this process has and can read. `proc` is the path of the proc file system."""
     available = _fields(proc / "meminfo").get("MemAvailable:")
     machine = [] if available is None else [Limit((0, 0), "the memory of the machine", available * 1024)]
     return machine + [limit for kind, folder in _groups(proc) if (limit := _limit(folder, kind)) is not None]
