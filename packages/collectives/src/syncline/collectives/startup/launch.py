@@ -79,9 +79,10 @@ class _LauncherEnv:
 #    use the launcher that has started `syncline run` (points 2 to 4), or point 5 if `syncline run` has started the ranks.
 # 2. The mpirun or mpiexec of an MPI: Open MPI, PMI (MPICH's Hydra, Intel MPI, Cray), MVAPICH. If the variables of two of these
 #    are set, one launcher is inside the other, and nothing says which is the inner one.
-# 3. The launcher of a resource manager: Flux (first, because it may run inside Slurm), PALS, JSM, and Slurm if srun started the
-#    process (then the step id is a number). A batch script sees SLURM_PROCID=0 and the whole SLURM_NTASKS, but is alone. An
-#    mpirun (2) starts its daemons with these launchers. So inside an mpirun, the launchers' variables describe the daemons.
+# 3. The launcher of a resource manager: Flux, PALS, JSM or Slurm. Flux comes first, because it may run inside Slurm. Slurm
+#    counts only if srun started the process: then the step id is a number. A batch script sees SLURM_PROCID=0 and the whole
+#    SLURM_NTASKS, but is alone. An mpirun (2) starts its daemons with these launchers. So inside an mpirun, the launchers'
+#    variables describe the daemons.
 # 4. PMIx alone (prterun, and other launchers that only have PMIx). PMIx sets a rank, but no size. A launcher above may set the
 #    variables of PMIx, too. Then its own variables and those of PMIx have the same numbers.
 # 5. RANK and WORLD_SIZE without TORCHELASTIC_RUN_ID: set by hand, by a batch script or by Kubernetes.
@@ -259,7 +260,7 @@ def parent_rank(environ: Mapping[str, str]) -> int | None:
 
 
 def child_of_rank(rank: int | None, parent: int) -> str:
-    """Return the error message for a child of a rank that starts a group. A pure function."""
+    """Return the error message if a child process of a rank starts a group. A pure function."""
     which = "a rank" if rank is None else f"rank {rank}"
     return (
         f"this process is a child of {which} (pid {parent}), and is not itself a rank of the job: do not start a group in it, "

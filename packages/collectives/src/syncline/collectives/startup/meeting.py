@@ -49,7 +49,7 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
 
     Raises:
         TimeoutError: some ranks did not call this function in time; the error names them. When the first rank gives up, or is
-            interrupted, the ranks that wait raise the error, too, and ranks that come later raise it at once.
+            interrupted, all ranks that wait raise the error, too. Ranks that come later raise the error at once.
         DisagreementError: the ranks were given different sizes, or run different versions (all ranks raise the error). Or
             `size` ranks have met in the store before this rank came (only this rank raises the error).
         StoreError: the store failed.

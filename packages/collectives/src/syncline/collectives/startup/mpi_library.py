@@ -75,7 +75,7 @@ def _load() -> None:
     asked = mpi4py.rc.initialize, mpi4py.rc.finalize
     if mpi4py.rc.initialize in (True, "yes"):
         mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = True if asked[1] is None else asked[1]  # None means the same as `initialize`, which is False now
+        mpi4py.rc.finalize = True if asked[1] is None else asked[1]  # None would mean the value of `initialize`, now False
     try:
         import mpi4py.MPI
     finally:
@@ -160,12 +160,12 @@ _REFUSED = {
 # Note [Addresses through Slurm's PMI-2]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # Ranks of several nodes exchange their addresses through Slurm. Over UCX (the default of MPICH from PyPI), each rank sends nine
-# pieces of about 700 characters. They contain its address, and then random contents of its memory. The encoding shortens zeros,
-# so the length differs from run to run. Slurm truncates requests that are too long ("value not properly terminated in client
-# request"), and MPICH hangs, aborts, or goes on. Over OFI a rank sends 86 characters. We saw this with MPICH 5.0.2 and Slurm
-# 22.05.8; `mpiexec -verbose` shows the requests.
+# pieces of about 700 characters. The pieces contain its address, then random contents of its memory. The encoding shortens
+# zeros, so the length differs from run to run. Slurm truncates requests that are too long ("value not properly terminated in
+# client request"), and MPICH hangs, aborts, or goes on. Over OFI a rank sends 86 characters. We saw this with MPICH 5.0.2 and
+# Slurm 22.05.8; `mpiexec -verbose` shows the requests.
 NETMOD = "MPIR_CVAR_CH4_NETMOD"
-# MPICH 5.0.2 with 2 ranks ends with SIGBUS if /dev/shm has 2 MiB, and with SIGSEGV if it has 16 MiB. It runs with 32 MiB.
+# MPICH 5.0.2 with 2 ranks ends with SIGBUS if /dev/shm has 2 MiB, and with SIGSEGV if it has 16 MiB. With 32 MiB it runs.
 LEAST_SHM_BYTES = 64 << 20
 
 

@@ -315,7 +315,7 @@ def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float, address: str | No
             )
     host, port, secret, table = said[0]
     logger.debug("rank %d: rendezvous in the TCP store of rank 0 at %s:%d", group.rank, host, port)
-    # The server serves all such stores of rank 0. They may belong to groups of different ranks, so each has its own keys.
+    # The server serves all such stores of rank 0. The stores may belong to groups of different ranks, so each has its own keys.
     return dist.PrefixStore(f"table {table}", _client(host, port, secret, timeout_s))
 
 

@@ -1,14 +1,14 @@
 """After a time-out, the silent ranks of a node write their reports before the job ends.
 
 A rank that times out in a collective does not know why: the cause is in the rank that did not come. That rank may notice
-nothing, and the launcher or MPI ends it as soon as the first rank has ended. So there are two steps:
+nothing, and the launcher or MPI ends that rank as soon as the first rank has ended. So there are two steps:
 
 1. A rank may end with an uncaught `CollectiveTimeout`, or with an error that follows from a `CollectiveTimeout`. Such a rank
    leaves a note in the folder that the processes of one user on a node share. Then the rank waits before it ends
    (`let_silent_ranks_report`). A rank that fails because the first rank has closed its connections waits as long as the first
    rank.
-2. The monitor of each rank looks for the note every second. If the note is there, and this rank has not just reported a
-   failure of its own, the rank writes its report, with the stacks of its threads (`NoteWatch`).
+2. The monitor of each rank looks for the note every second. When the monitor finds the note, the rank writes its report, with
+   the stacks of its threads (`NoteWatch`). A rank that has just reported a failure of its own does not report again.
 
 Ranks on other nodes do not see the note.
 """
@@ -79,8 +79,8 @@ def watch_for_note(reporter: Reporter | None) -> None:
 def let_silent_ranks_report(error: BaseException, *, failed_first: bool = True) -> None:
     """If an uncaught error is a time-out, wait 2.5 seconds, so that the silent ranks of this node can write their reports.
 
-    `failed_first` says whether this rank failed before the other ranks of the node. If not, and if `error` is about the
-    connection to other ranks, wait as long as another rank of the node waits.
+    `failed_first` says whether this rank failed before the other ranks of the node. If another rank failed first, and `error`
+    is about the connection to other ranks, wait as long as the other rank waits.
     """
     is_time_out = _comes_from(error, CollectiveTimeout)
     if not is_time_out and (failed_first or not _comes_from(error, TransportError)):

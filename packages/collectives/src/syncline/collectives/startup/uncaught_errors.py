@@ -88,10 +88,10 @@ def are_handled_elsewhere() -> bool:
 def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool, failure: BaseException | None = None) -> None:
     """Set an excepthook that prints an exception in full on one rank of a node. See Note [Who speaks].
 
-    Before the ranks are connected, they do not know which other processes belong to their run. If ranks with the same parent
-    process end with `failure` and the same text, only the first rank prints the text in full, and each other rank prints one
-    line. `failure` is the exception that `init_process_group` raises. The hook calls `is_connected`. `has_siblings` says
-    whether a launcher started this process.
+    Before the ranks are connected, they do not know which other processes belong to their run. Ranks with the same parent
+    process may all end with `failure` and the same text. Then the first rank prints the text in full, and each other rank
+    prints one line. `failure` is the exception that `init_process_group` raises. The hook calls `is_connected`. `has_siblings`
+    says whether a launcher started this process.
     """
     # The program may catch this exception, go on, and end with another exception. So mark this exception. A mark does not keep
     # the frames of the traceback alive, but a reference to the exception would.
@@ -224,8 +224,9 @@ def say(text: str, stream: TextIO | None = None) -> None:
 def in_text(error: BaseException, trace: TracebackType | None) -> str:
     """Return the text that Python prints for an exception, but without stack frames inside Syncline and torch.
 
-    The text also lacks the causes of a `SynclineError`. All frames and causes are there if SYNCLINE_FULL_TRACEBACKS or the
-    setting `full_tracebacks` asks for them, if logging is at DEBUG, or if the exception may be a bug of Syncline.
+    The text also lacks the causes of a `SynclineError`. The text has all frames and causes in three cases: the variable
+    SYNCLINE_FULL_TRACEBACKS or the setting `full_tracebacks` asks for them, logging is at DEBUG, or the exception may be a bug
+    of Syncline.
     """
     said = os.environ.get(TRACEBACKS_VARIABLE, "")
     shows_all = (said != "0" if said else _shows_all_frames) or logger.isEnabledFor(logging.DEBUG) or _is_bug(error, trace)
@@ -262,7 +263,7 @@ def _without_our_frames(text: str) -> str:
 def _shorten(told: traceback.TracebackException, error: BaseException) -> bool:
     """Leave out frames and causes. Return whether frames of an error that is no `SynclineError` were left out.
 
-    The text of a `SynclineError` contains its causes, so they are left out. Earlier errors of the user's code are kept.
+    The text of a `SynclineError` contains its causes, so the causes are left out. Earlier errors of the user's code are kept.
     """
     is_ours = isinstance(error, SynclineError)
     kept = [frame for frame in told.stack if not _is_inside(frame.filename)]
@@ -272,7 +273,7 @@ def _shorten(told: traceback.TracebackException, error: BaseException) -> bool:
     told.stack = traceback.StackSummary.from_list(kept)
     for name in ("__cause__", "__context__"):
         chained, earlier = getattr(told, name), getattr(error, name)
-        # Skip errors that were caught inside Syncline: an earlier error of the user's code may come before them.
+        # Skip errors that were caught inside Syncline: before them, the chain may have an error of the user's code.
         while is_ours and earlier is not None and (isinstance(earlier, SynclineError) or not _reached_user(earlier)):
             chained, earlier = getattr(chained, "__context__", None), earlier.__context__
         setattr(told, name, chained)
