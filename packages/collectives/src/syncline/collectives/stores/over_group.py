@@ -22,7 +22,7 @@ from .store import as_key, as_keys, key_timeout, poll
 
 logger = logging.getLogger("syncline.collectives")
 
-# The tags of messages: the length of a request and then the request, the length of an answer and then the answer.
+# The tags of the four kinds of messages: the length of a request, the request, the length of an answer, and the answer.
 _ASK_LENGTH, _ASK, _ANSWER_LENGTH, _ANSWER = 1, 2, 3, 4
 _GOODBYE = -1  # a rank that will not ask again sends this number in place of a length
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 2e-4, 2e-2
@@ -106,7 +106,7 @@ class GroupStore(ServedStore):
         if everybody_left:
             self._group.close()
         else:
-            # Some rank has not left or is lost, and an orderly close would wait for it.
+            # A rank has not left, or is lost. An orderly close would wait for this rank.
             self._group.abort()
 
     def _call(self, op: Op, *fields: bytes) -> list[bytes]:

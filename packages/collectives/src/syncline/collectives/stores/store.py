@@ -157,7 +157,7 @@ def as_key(key: str) -> str:
     """
     if not isinstance(key, str):
         raise InvalidArgumentError(f"a key in a store is a str, found {key!r}")
-    # Most stores keep the key as UTF-8. The others refuse the same keys, so that a program can change its store.
+    # Most stores keep the key as UTF-8. The other stores refuse the same keys, so that a program can switch between stores.
     if not key.isascii():
         _as_utf8(key)
     return key
@@ -191,7 +191,7 @@ def key_timeout(keys: Iterable[str], where: str, timeout_s: float) -> StoreTimeo
 
 
 def poll(done: Callable[[], bool], scope: CancelScope) -> bool:
-    """Call `done` until it returns true, at least once. Return whether it did so before `scope` was over.
+    """Call `done` until it returns true, at least once. Return False if `scope` was over first.
 
     The pauses grow from 1 to 50 milliseconds, with a random part, so that processes do not all call `done` at once.
     """

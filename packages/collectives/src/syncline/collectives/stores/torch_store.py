@@ -45,7 +45,7 @@ from .table import as_amount
 
 T = TypeVar("T")
 
-_SLICE_S = 0.25  # inside `waits_end_with`, a wait looks this often whether it may end
+_SLICE_S = 0.25  # inside `waits_end_with`, a wait checks this often whether its scope is cancelled
 
 
 class TorchStoreTimeout(StoreTimeout, dist.DistStoreError):
@@ -121,7 +121,7 @@ class AsTorchStore(dist.Store):
             return wait(limit)
         whole = CancelScope(seconds(limit))
         while True:
-            # Only `cancel` counts. At the time limit, the thread that waits for this one raises the better error.
+            # Only `cancel` counts. At the time limit, the thread that waits for this thread raises the better error.
             if scope.reason is not None:
                 raise StoreError(f"{self._store.describe()}: nobody waits for {', '.join(map(repr, keys))} any more")
             try:
@@ -236,8 +236,8 @@ _here = threading.local()
 def waits_end_with(scope: CancelScope) -> Iterator[None]:
     """In this context, a wait of this thread in an `AsTorchStore` raises a `StoreError` once `scope` is cancelled.
 
-    C++ code such as Gloo, which waits in the store, knows only its own time limit. A thread must not wait on while the
-    interpreter ends, because it could not go back through the C++ code: the process would abort.
+    C++ code such as Gloo, which waits in the store, knows only its own time limit. A thread must not still wait when the
+    interpreter ends, because the thread could not go back through the C++ code: the process would abort.
     """
     _here.scope = scope
     try:

@@ -134,8 +134,8 @@ class LinkLock:
 
         1. write a file `ticket-<random>` that says who we are
         2. link(ticket, "lock"), again and again until the time limit
-        3. the lock is ours if link succeeds, or if the ticket now has two names: an NFS client that lost the server's answer
-           asks again, and is told that the name exists (open(2) recommends this check)
+        3. the lock is ours if link succeeds, or if the ticket now has two names (open(2) recommends this check): an NFS client
+           that lost the server's answer asks again, and link then fails although the lock is ours
         4. release: unlink("lock"), but only if the ticket has two names; then unlink the ticket
 
     A process that is killed between 2 and 4 leaves the lock behind. A process on the same machine can find out that the holder

@@ -18,10 +18,10 @@ be out of date, but must have the form that a rendezvous writes::
 
 Ranks that were given different values of `world_size` find this out in steps 4 and 5.
 
-The rendezvous store counts the processes that use the store of the run: rank 0 from step 2 on, and the others from step 4 on,
-before they set here/<run>/r. `leave_run` takes a process out of the count. The last process removes the count and the run's
-store. No process may join a run that has no count. A process that was killed stays in the count, so the store of its run is
-never removed.
+The rendezvous store counts the processes that use the store of the run. Rank 0 counts itself in step 2. Each other rank counts
+itself in step 4, before it sets here/<run>/r. `leave_run` takes a process out of the count. The last process removes the count
+and the run's store. No process may join a run that has no count. A process that was killed stays in the count, so the store of
+its run is never removed.
 
 Each run has a new store, named by the random id of step 2. Two runs that meet at the same time need different values of
 `rendezvous_id`, or their ranks could mix.
@@ -106,8 +106,8 @@ def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
 
     `rendezvous_id` is the value that was passed to `file_rendezvous` or `join_latest_run`. Errors of the store are ignored.
     """
-    # The program may have removed the folder, for example a temporary one. Then nothing is left to do, and a `FileStore` would
-    # make the folder again.
+    # The program may have removed the folder, for example a temporary one. Then nothing is left to do. Do not open a
+    # `FileStore`, because it would make the folder again.
     if not os.path.isdir(store.folder.parent / rendezvous_id):
         return
     with suppress(StoreError):

@@ -144,7 +144,7 @@ class Log:
             yield file
 
     def _write(self, file: BinaryIO, record: bytes) -> None:
-        # This cuts off the incomplete record of a write that failed; see point 4 of the note.
+        # Cut off the incomplete record of a write that failed; see point 4 of the note.
         file.truncate(self._end)
         file.seek(self._end)
         file.write(record)

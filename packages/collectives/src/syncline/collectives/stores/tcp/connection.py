@@ -26,7 +26,7 @@ _CONNECTION_ENDED = {zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED}
 # The longest wait for a server's first byte. A thread of ZeroMQ sends this byte at once, even if the server's process is busy.
 GREETING_S = 10.0
 _FIRST_BYTE = b"\xff"
-_ADDRESS_S = 10.0  # the longest wait for one address of a host that has several
+_ADDRESS_S = 10.0  # the longest wait for one address of a host that has several addresses
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}  # by process id: a forked child must not use its parent's context
 
 
@@ -137,7 +137,7 @@ def other_secret(where: str) -> StoreAuthenticationError:
 def _context() -> zmq.Context[zmq.Socket[bytes]]:
     pid = os.getpid()
     if pid not in _contexts:
-        # One thread for all connections. It lives as long as the process.
+        # The context has one thread for all connections, and lives as long as the process.
         made = zmq.Context()
         if _contexts.setdefault(pid, made) is not made:  # another thread has made one meanwhile
             made.term()

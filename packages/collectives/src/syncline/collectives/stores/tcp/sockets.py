@@ -37,7 +37,7 @@ _PART_BYTES = 64 * 1024
 _ENCRYPTION_BYTES = 64  # CURVE adds 33 bytes: a name, a nonce, flags and a tag
 # The most messages that wait in ZeroMQ, for each connection and direction. A correct client has only one request in flight.
 _MOST_QUEUED_MESSAGES = 2
-# The kernel notices after 90 seconds that a peer's machine is dead. It does not notice a stopped process.
+# The kernel notices after 90 seconds that a peer's machine is dead. The kernel does not notice a stopped process.
 _KEEPALIVE_IDLE_S, _KEEPALIVE_PAUSE_S, _KEEPALIVE_PROBES = 60, 10, 3
 SHORTEST_SECRET_BYTES = 16
 # The number is the version of the protocol. If you change the protocol, change the number. Then the keys differ between
