@@ -73,7 +73,7 @@ def _renew(ours: ProcessGroup) -> None:
     # torch cannot change the size of a group.
     if dist.is_initialized():
         dist.destroy_process_group()
-    # torch's hook prints "[rank1]:" before each line of an error. A second hook would add the new rank to the old one.
+    # torch's hook prints "[rank1]:" before each line of an error. A second hook would print both the old and the new rank.
     before, of_torch = _excepthooks
     if sys.excepthook is of_torch:
         sys.excepthook = before

@@ -25,8 +25,8 @@ from ..stores.over_group import GroupStore
 
 _open: list[GroupStore] = []
 in_forks(_open.clear)
-# Count the stores of each group separately: all ranks of a group call `store_over` in the same order, but a newcomer has been
-# in fewer groups than the other ranks.
+# Count the stores of each group separately. All ranks of a group call `store_over` in the same order, so they get the same
+# numbers. A single count for all groups would differ on a newcomer, which has been in fewer groups.
 _numbers: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 

@@ -40,12 +40,12 @@ _TORCH_OP: dict[ReduceOp, Any] = {
     ReduceOp.BXOR: dist.ReduceOp.BXOR,
 }
 
-# Dtypes that torch's CPU groups must reduce as another dtype: halves, so that sums are rounded once; int16 and bool, because
-# Gloo does not have these two.
+# Dtypes that torch's CPU groups must reduce as another dtype. Halves become float32, so that sums are rounded once. Gloo does
+# not have int16 and bool.
 _REDUCED_AS = {torch.int16: torch.int32, **dict.fromkeys(HALVES, torch.float32), **dict.fromkeys(BOOL, torch.uint8)}
 
-# With fewer ranks than this, sending halves to every other rank (for p ranks, 2 (p - 1) bytes for each element) is cheaper than
-# a ring of float32 (8 (p - 1) / p bytes).
+# With fewer ranks than this, each rank sends its halves to every other rank: with p ranks, 2 (p - 1) bytes for each element.
+# A ring of float32 would send more, 8 (p - 1) / p bytes.
 _RING_FROM_RANKS = 4
 
 # An error shows at most this many marks of each rank.
@@ -186,7 +186,7 @@ class TorchGroup(ProcessGroup):
         self._refuse_in_fork("agree_on_calls")
         marks, digest = ", ".join(self._new_marks), self._marks_digest
         self._new_marks.clear()
-        # MAX of these two gives the largest and the smallest digest, in one reduction.
+        # One reduction by MAX gives the largest digest, and from the negative numbers the smallest digest.
         numbers = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
         options = dist.AllreduceOptions()
         options.reduceOp = _TORCH_OP[ReduceOp.MAX]

@@ -80,7 +80,7 @@ class TorchWork(Work):
     """A work of torch.distributed, and a last step (such as a copy) after the collective.
 
     If the program has asked for a future, torch's own thread does the last step. Otherwise the thread that calls `wait` does
-    it, so that no Python object is left on torch's thread.
+    the last step, so that no Python object is left on torch's thread.
 
     Args:
         tensors: the outputs.

@@ -11,8 +11,8 @@ groups without an operator, so while a mode is active, a call takes more steps:
    same calls, whether a tool watches on all ranks, on some, or on none.
 3. The thread that waits for the call's work copies the result to the caller's tensor.
 
-With a `FakeTensorMode`, a call ends after step 1. Some collectives, such as `gather`, have no functional operator. They run
-with the modes switched off, and a tracer gets an error.
+With a `FakeTensorMode`, a call ends after step 1. Some collectives, such as `gather`, have no functional operator.
+These collectives run with the modes switched off, and a tracer gets an error.
 
 Without an active mode, calls skip these steps, which cost more than a small collective.
 """
