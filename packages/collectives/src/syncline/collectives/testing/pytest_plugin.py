@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if lack is not None:
         raise pytest.UsageError(f"tests under mpirun: {lack}")
     start_mpi(_START_S)
-    # `trylast`: pytest's terminal reporter exists now. On ranks above 0, `RankPlugin` replaces it.
+    # `trylast`: pytest's terminal reporter exists now. On ranks above 0, `RankPlugin` replaces this reporter.
     plugin = RankPlugin(config, float(config.getini("mpi_limit_s")), float(config.getini("mpi_patience_s")))
     config.pluginmanager.register(plugin, _RANK_PLUGIN)
 

@@ -189,7 +189,7 @@ def lazily_conjugated(group: ProcessGroup) -> None:
 
 
 def parameters(group: ProcessGroup) -> None:
-    """Check that a parameter is reduced like any other tensor, and that autograd does not record it."""
+    """Check that a parameter is reduced like any other tensor, and that autograd does not record the reduction."""
     for op, factor in ((ReduceOp.SUM, 1.0), (premul_sum(0.5), 0.5)):
         parameter = torch.nn.Parameter(terms((7,), group.rank))
         group.all_reduce(parameter, op)

@@ -116,7 +116,7 @@ def roots_of_other_types(group: ProcessGroup) -> None:
         tensor = torch.zeros(13)
         group.scatter(tensor, block, given)
         expect(tensor, values((13,), group.rank), f"scatter from rank {root} of what it has gathered")
-    group.barrier()  # the ranks compare the calls here, if they have not done it before
+    group.barrier()  # the ranks compare the calls here, if they have not compared them before
 
 
 CHECKS: dict[str, Check] = {

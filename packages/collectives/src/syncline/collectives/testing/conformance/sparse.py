@@ -13,7 +13,7 @@ from .values import Check, expect, expect_equal, expect_raises
 
 
 def _mine(rank: int, scale: float = 1.0) -> torch.Tensor:
-    """Return a rank's tensor. It has the rows 0 and `rank + 1`. On rank 1, it has row 0 twice, uncoalesced."""
+    """Return a rank's tensor, which has the rows 0 and `rank + 1`. The tensor of rank 1 has row 0 twice, uncoalesced."""
     rows = [0, rank + 1] + ([0] if rank == 1 else [])
     content = torch.tensor([[float(rank + 1), 2.0], [10.0 * rank, 3.0], [1.0, 1.0]])[: len(rows)] * scale
     return torch.sparse_coo_tensor(torch.tensor([rows]), content, (8, 2), check_invariants=True)

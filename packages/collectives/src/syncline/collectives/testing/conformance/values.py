@@ -31,8 +31,8 @@ MOVABLE_DTYPES = [
 _MODULUS = 127  # so that a value fits into every dtype
 _UNTOUCHED = 99  # the value of the memory between the elements of a tensor with gaps
 
-#: The number of elements of a large tensor. Most numbers of ranks do not divide it, and it is above 2**20, where many libraries
-#: cut a message into pieces.
+#: The number of elements of a large tensor. Most numbers of ranks do not divide this number. Above 2**20 elements, many
+#: libraries cut a message into pieces.
 LARGE_NUMEL = 2**20 + 3
 
 _FACTOR = 0.3  # of PREMUL_SUM; no floating-point dtype holds it exactly
