@@ -127,7 +127,7 @@ class CudaStream(Stream):
 
 
 class CudaRuntime(DeviceRuntime):
-    """The CUDA devices of this process. Callers may drop pinned memory during a copy: torch reuses it only after all copies."""
+    """The CUDA devices of this process. Callers may drop pinned memory early: torch reuses the memory only after all copies."""
 
     device_type = "cuda"
 

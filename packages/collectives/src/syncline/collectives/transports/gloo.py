@@ -183,7 +183,7 @@ class GlooTransport(LibraryTransport):
         """Return the torch group. If Gloo's own time limit is shorter than that of the call, first raise Gloo's limit."""
         # The call's time limit may be longer than the limit of the connection, for example after `set_timeout`. Set no endless
         # limit: after a failure, Gloo's thread would never drop the tensors. Never make the limit shorter: at its own limit,
-        # Gloo breaks its connections, and then the error on the other ranks says less than an error at their own limit.
+        # Gloo breaks its connections. Then the other ranks get an error that says less than their own time-out.
         if call.scope.timeout_s > self._gloo_timeout_s:
             self._group.torch_group._set_default_timeout(torch_limit(call.scope.timeout_s))
             self._gloo_timeout_s = call.scope.timeout_s

@@ -25,7 +25,7 @@ _REMEDY = "let the ranks meet in a folder (init_method='file:///shared/folder')"
 
 
 def store_lack(request: ConnectRequest, size: int, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return an error text if the store in which the ranks meet may end with a rank; else None.
+    """Return an error text if the store in which the ranks meet may end when a rank ends; else None.
 
     A store that the caller has passed counts as a store that outlives all ranks.
     """

@@ -58,7 +58,7 @@ class MPIBackend(Backend):
             # Warn once for each node, not once for each rank.
             if launch is not None and launch.local_rank == 0:
                 _warn_of_little_memory(launch.local_world_size or 1)
-            # From here on, `connecting` watches the wait for the other ranks, and ends it if a rank does not come.
+            # From here on, `connecting` watches the wait for the other ranks, and ends the wait if a rank does not come.
             start(connecting)
             from .connection import connect  # imports mpi4py.MPI, which needs the MPI library that `missing` has found
 

@@ -184,14 +184,14 @@ class _Meeting:
 
     Note [The first meeting]
     ~~~~~~~~~~~~~~~~~~~~~~~~
-    The communicator is the user's, and a user's receive from any rank with any tag would match a message of ours. So we use
-    only collectives on this communicator. The collectives are non-blocking, because a rank may never come::
+    The communicator belongs to the user. A receive of the user, from any rank with any tag, could take a message of ours. So we
+    use only collectives on this communicator. The collectives are non-blocking, because a rank may never come::
 
         1. each rank sends one byte to the listeners of its block of 64 ranks (Igatherv): bytes that have arrived show who is
            here
         2. all ranks tell each other their version of Syncline (Iallgather)
         3. each rank tests its requests until all are complete, or the time limit is reached
-        4. all ranks compare the versions; messages that another version might not understand are sent only after this
+        4. all ranks compare the versions; only afterwards they send messages that another version might not understand
 
     Because of the blocks, no rank needs a connection to all other ranks. The listeners of a block are its first, middle and
     last rank, because a listener may be the rank that does not come.

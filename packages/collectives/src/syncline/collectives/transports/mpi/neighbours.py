@@ -2,8 +2,8 @@
 
 Note [Neighbours]
 ~~~~~~~~~~~~~~~~~
-If each of N ranks sent a message to every other rank, there would be N^2 messages. Also, MPICH over TCP waits in the first send
-to a process until this process also calls MPI, which may never happen.
+If each of N ranks sent a message to every other rank, there would be N^2 messages. Also, in the first send to a process, MPICH
+over TCP waits until the other process calls MPI, too. This may never happen.
 
 So rank r sends messages only to its neighbours: the ranks r - 1, r - 2, r - 4, ... and r + 1, r + 2, r + 4, ... (modulo N).
 Neighbours are connected when the group is made. All other ranks are at most log2 N steps away. A rank passes all news on to its
@@ -94,7 +94,7 @@ class TimeoutReport:
             if now >= next_telling and len(said.heard) > told:
                 self._tell(said)
                 next_telling, told = now + _TELL_EVERY_S, len(said.heard)
-            # If nothing has arrived, yield the core: the ranks for which this rank waits may need it.
+            # If nothing has arrived, yield the core: the ranks for which this rank waits may need this core.
             if not self._receive(said):
                 yield_cpu()
             now = time.monotonic()

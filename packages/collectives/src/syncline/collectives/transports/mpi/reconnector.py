@@ -30,8 +30,8 @@ class MPIReconnector(Reconnector):
         1. each survivor revokes the communicators of the old group; ranks that still wait on a communicator get an error
         2. MPI_Comm_shrink makes a new communicator of the survivors, in the same order
         3. each survivor connects over the new communicator, as at the start of the job; this may fail if another rank dies
-        4. MPI_Comm_agree tells all survivors whether every survivor has connected; if not, repeat from step 1 with the
-           communicator of step 2; after `MOST_ATTEMPTS` times with the same members, all survivors give up
+        4. MPI_Comm_agree tells all survivors whether every survivor has connected. If not, the survivors repeat from step 1
+           with the communicator of step 2. After `MOST_ATTEMPTS` times with the same members, all survivors give up.
 
     The steps run on a separate thread. If a rank lives but does not call `shrink`, step 2 does not end, and `shrink` raises
     `CollectiveTimeout`. The next call of `shrink` then waits for the same thread. After a failure of another kind, the next

@@ -15,13 +15,13 @@ from .library import Tag, memory, mpi_errors
 from .sync import MessageSync
 from .waiting import MESSAGE_NAP_S
 
-# A piece is reduced and passed on while other pieces of its part are on the wire. A part has this many pieces, unless a piece
-# would be too small for the cost of a message, or too large for the processor's caches.
+# A piece is reduced and passed on while other pieces of its part are on the wire. A part usually has this many pieces. It has
+# fewer if a piece would be too small for the cost of a message, and more if a piece would be too large (`piece_bytes`).
 PIECES = 4
 LEAST_PIECE_BYTES = 60 << 10
 MOST_PIECE_BYTES = 512 << 10
-# Over TCP, Open MPI sends a message up to a certain size without waiting for the receiver. These are the variable that sets
-# this size, the default size, and how many bytes of this size the message's header takes.
+# Over TCP, Open MPI sends a message up to a certain size, the eager limit, without waiting for the receiver. The three values
+# are the variable that sets this limit, the default limit, and the bytes within the limit that the message's header takes.
 TCP_EAGER_LIMIT, _TCP_EAGER_BYTES, _HEADER_BYTES = "OMPI_MCA_btl_tcp_eager_limit", 64 << 10, 4 << 10
 # Memory for pieces that have arrived and wait for their reduction. With less memory the wire waits for the reduction.
 LANDING_BYTES = 2 << 20
@@ -129,8 +129,8 @@ def pieces_of_part(nbytes: int, piece_bytes: int) -> int:
 def largest_piece_bytes(library: str = MPI.get_vendor()[0], environ: Mapping[str, str] = os.environ) -> int:
     """Return the size in bytes of the largest piece that this rank would send in a ring.
 
-    Over TCP, Open MPI sends a message that exceeds its eager limit only when the receiver asks for it, so that data moves in
-    only one direction at a time. So pieces are not larger than the eager limit, which the user can set.
+    Over TCP, Open MPI sends a message that exceeds its eager limit only when the receiver asks for the message. Then data moves
+    in only one direction at a time. So pieces are not larger than the eager limit, which the user can set.
     """
     # Open MPI takes other notations, too. This function does not read them, and assumes Open MPI's default.
     given = environ.get(TCP_EAGER_LIMIT, "")

@@ -252,7 +252,7 @@ class MPITransport(LibraryTransport):
         call: Call,
     ) -> None:
         """Send one message from each rank to each rank, as bytes."""
-        # Not MPI's own all-to-all: no rank knows whether the size of another pair of ranks exceeds a C int.
+        # Do not use MPI's own all-to-all: no rank knows whether the size of another pair of ranks exceeds a C int.
         requests = []
         with mpi_errors():
             for peer, part in enumerate(torch.split(output, list(output_counts))):
@@ -325,7 +325,7 @@ class MPITransport(LibraryTransport):
         last, nothing = wire_tag(LAST_MESSAGE, torch.uint8, self._largest_tag), [bytearray(), MPI.BYTE]
         for rank in sorted(self._sent_to):
             self._messages.run(call, lambda rank=rank: self._communicator.Isend(nothing, rank, last))  # type: ignore[misc]
-        # Not from any rank: see Note [A receive for each rank] in `stores.over_group`.
+        # Receive from each rank separately: see Note [A receive for each rank] in `stores.over_group`.
         for rank in (rank for rank in range(self._size) if theirs[rank]):
             self._messages.run(call, lambda rank=rank: self._communicator.Irecv(nothing, rank, last))  # type: ignore[misc]
         # [3] The messages that are left were never received.
@@ -358,7 +358,7 @@ class MPITransport(LibraryTransport):
         revoke((self._communicator, self._private))
 
     def abort(self) -> None:
-        """Do nothing. MPI can wake the other ranks only by ending the job, and only the program may do that."""
+        """Do nothing. MPI can wake the other ranks only by ending the job, and only the program may end the job."""
 
     def _communicator_of(self, members: Sequence[int], number: int) -> MPI.Intracomm:
         with mpi_errors():

@@ -13,7 +13,7 @@ _SHORTEST_NAP_S = 50e-6
 ARRIVAL_NAP_S = 5e-3
 # The longest sleep while a large message is in flight. MPI libraries move data only when called, one buffer each time.
 MESSAGE_NAP_S = 1e-3
-# For a collective of the MPI library: it takes many steps, and each step waits for the next check. So the thread never sleeps.
+# For a collective of the MPI library. It takes many steps, and each step waits for the next check. So the thread never sleeps.
 NO_NAP_S = 0.0
 
 _spin_s = DEFAULT_SPIN_S

@@ -193,7 +193,7 @@ class Communicator:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Return a context manager. The calls inside the context become one operation of NCCL, which starts at its end.
+        """Return a context manager. When the context ends, NCCL starts all calls inside the context as one operation.
 
         Contexts may be nested. This object keeps the calls' tensors alive until the end of the outermost context.
         """
@@ -270,7 +270,7 @@ def nccl_errors(nccl: Any, what: str) -> Iterator[None]:
         yield
     except nccl.NcclError as error:
         raise TransportError(f"NCCL reported from {what}: {error}{_remedy(error.status)}") from error
-    except KeyError as error:  # CuPy has no names for the statuses from 7 on, and raises this while it builds its error
+    except KeyError as error:  # CuPy has no names for the statuses from 7 on, so it fails to build its own error
         raise TransportError(f"NCCL reported status {error} from {what}") from error
 
 

@@ -180,7 +180,7 @@ class Connections:
     def with_peer(self, peer: int, signature: Signature, device: torch.device) -> Pair:
         """Return the `Pair` of this rank and another rank. The two ranks may not be connected yet."""
         pair = self._pairs.get(peer)
-        # While the pair connects, another thread issues the transfers, so this thread's capture would not contain them.
+        # While the pair connects, another thread issues the transfers, so a capture on this thread would lack the transfers.
         if pair is None or not pair.is_connected:
             self._refuse_capture(signature)
         self._serve(signature, device)
@@ -216,7 +216,7 @@ class Connections:
     def give_back(self) -> None:
         """Destroy the communicators. Call this method when no operation is in flight.
 
-        NCCL waits for the other ranks, and until the program has deleted the CUDA graphs that use a communicator.
+        NCCL waits for the other ranks. NCCL also waits until the program has deleted the CUDA graphs that use a communicator.
 
         Raises:
             TransportError: NCCL did not return within the group's time limit, or within 30 seconds after a capture in a CUDA
@@ -301,8 +301,8 @@ def _send_a_byte(link: StreamCommunicator) -> None:
         else:
             communicator.recv(byte, 0)
 
-    # Do not wait for the program's stream: it may hold a wait for a later collective by now. The other rank may begin that
-    # collective only after the transfer for which this rank connects.
+    # Do not wait for the program's stream: the stream may already contain a wait for a later collective. The other rank may
+    # begin that collective only after the transfer for which this rank connects.
     link.stream.run(body, None)
 
 
@@ -350,7 +350,7 @@ class Pair:
                     self._is_started = True
                     DetachedCall(self._run, "syncline-nccl-pair", self._context)
                 return
-        # Not under the lock: the task may run callbacks, which may submit again.
+        # Run the task without the lock: the task may run callbacks, which may call `submit` again.
         task(self._made[direction])
 
     def _run(self) -> None:

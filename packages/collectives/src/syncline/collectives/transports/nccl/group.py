@@ -70,7 +70,7 @@ class NcclGroup(EngineGroup):
     Note [Order over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~
     1. All collectives of the group run on one stream, in the order in which the group's queue gives turns to the callers'
-       threads. A collective starts after all operations that are on the caller's current stream when it is issued.
+       threads. A collective starts after all operations that are on the caller's current stream at the call.
     2. The call returns when the collective is on the stream. But if NCCL must connect ranks first, the call blocks until they
        are connected. NCCL connects ranks at the group's first collective, at the first gather, scatter and all-to-all, and at
        the first reduction in steps (see `NcclPlan`). `wait` makes the current stream wait for the collective. `wait` blocks the
@@ -216,8 +216,8 @@ class NcclGroup(EngineGroup):
 
         def issue_in_turn() -> tuple[StreamWork, PendingWork | FinishedWork | None]:
             work, _ = self._issue_in_turn(call, device, async_op)
-            # Begin the comparison before the wait, because NCCL may never end calls that differ, nor the barrier behind them.
-            # Begin it in the barrier's turn, so that no call of another thread comes between the barrier and the comparison.
+            # Begin the comparison before the wait: NCCL may never end calls that differ, nor a barrier after such calls. Begin
+            # the comparison in the barrier's turn, so that no call of another thread comes between the two.
             return work, None if async_op else self._compare()
 
         with self._ending_the_group_if_fatal():

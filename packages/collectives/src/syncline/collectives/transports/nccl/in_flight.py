@@ -62,7 +62,7 @@ class InFlight:
     Step 3 also wakes a thread that was blocked outside of Syncline, such as in `tensor.item()`.
 
     The monitor (a thread of the process) calls `look` while a launch is in flight. While `look` calls CUDA or NCCL, it holds no
-    lock that `fail` takes, so another thread can abort the communicators even if these calls never return.
+    lock that `fail` takes. So another thread can abort the communicators even if these calls never return.
 
     Args:
         report: writes a report of a failure, if the group writes reports, and returns the failure.
@@ -128,7 +128,7 @@ class InFlight:
             if failure is None:
                 self._pending[launch] = None
                 _busy.add(self)
-        # Not under the lock, because the work's callbacks run here.
+        # Call `launch.fail` without the lock, because the work's callbacks run here.
         if failure is not None:
             launch.fail(failure)
 
@@ -154,7 +154,7 @@ class InFlight:
         return self._failure is None
 
     def stop(self) -> None:
-        """Forget all launches and communicators. The monitor asks NCCL about none of them afterwards.
+        """Forget all launches and communicators. Afterwards the monitor does not ask NCCL about them.
 
         If NCCL does not answer a question that the monitor has asked before, return after `_ANSWER_S` seconds.
         """
@@ -179,8 +179,8 @@ class InFlight:
                 found = self._problem(now_s)
                 if found is not None:
                     self.report_and_fail(found)
-        # After a fault of the GPU, CUDA may refuse even the context. The monitor never calls `look` again after an error, and
-        # then no time limit of the group would count. So the error ends the group.
+        # After a fault of the GPU, CUDA may refuse even the context. If `look` raised the error, the monitor would never call
+        # `look` again, and no time limit of the group would have an effect. So the error ends the group.
         except Exception as error:  # noqa: BLE001 - the group's waiters raise it
             with self._changed:
                 pending = list(self._pending)

@@ -198,8 +198,8 @@ class PlannedCall(NamedTuple):
 def run_planned(comm: Communicator, calls: Sequence[PlannedCall]) -> None:
     """Put calls on the current stream: pack the tensors, run the plans, unpack. NCCL starts all calls together, as a group."""
     packed = [call.plan.pack(call.reads, call.writes) for call in calls]
-    # All packing comes before the group, and all unpacking after it: copies start at once, but NCCL starts the calls of a group
-    # only when the group is closed.
+    # Pack all tensors before the group, and unpack them after the group: copies start at once, but NCCL starts the calls of a
+    # group only when the group is closed.
     with comm.group() if len(calls) > 1 else nullcontext():
         for planned, (part, whole) in zip(calls, packed, strict=True):
             planned.plan.run(part, whole, planned.call)

@@ -205,7 +205,7 @@ class GroupRendezvous(Rendezvous):
     @override
     def announced(self, name: str, ranks: Sequence[int]) -> str | None:
         lost = self._group.reason_to_give_up() if isinstance(self._group, HostGroup) else None
-        # A lost rank of the job is no reason to give up if it is not in this group.
+        # Give up only if the lost rank is in this group.
         return str(lost) if isinstance(lost, RankLostError) and not set(lost.ranks).isdisjoint(ranks) else None
 
     def send(self, topic: str, to: int, sender: int, payload: Payload, scope: CancelScope) -> None:

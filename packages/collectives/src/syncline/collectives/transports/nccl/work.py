@@ -73,7 +73,7 @@ class Launch:
 
     1. `wait` is called while the stream from which the collective was issued is current. `wait` makes this stream wait for the
        collective, so later operations on this stream may reuse the memory. If the calls of a batch were issued from several
-       streams, `wait` must be called on each of them.
+       streams, each of these streams needs such a call of `wait`.
     2. The monitor, or a thread that blocks in `wait`, sees that the collective is over.
     3. The group failed, and the communicators' kernels have left the GPU.
 
@@ -293,7 +293,7 @@ class StreamWork(Work):
             if self._future is None:
                 self._future = self._runtime.future(self._device)
             asked, due = self._future, self._due()
-        # Not under the lock, because callbacks run here.
+        # Complete the future without the lock, because callbacks run here.
         if due is not None:
             self._complete(due)
         return asked

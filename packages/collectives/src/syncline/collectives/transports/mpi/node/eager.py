@@ -17,8 +17,8 @@ from .shared_sync import SharedSync, ShmBarrier
 # Memory at an address, with a number of bytes. For few bytes, copying by slices takes a third of the time of ctypes' memmove.
 _memory_at: Callable[[int, int], Any] = MPI.buffer.fromaddress
 
-#: A function that finishes a call: it reads the slots of all ranks, reduces them if the call is a reduction, and writes the
-#: result to one of its two arguments, `part` and `whole` of `Plan.run`.
+#: A function that finishes a call. The function reads the slots of all ranks. If the call is a reduction, it also reduces their
+#: contents. It writes the result to one of its two arguments, `part` and `whole` of `Plan.run`.
 _Finish = Callable[[torch.Tensor, torch.Tensor], None]
 
 

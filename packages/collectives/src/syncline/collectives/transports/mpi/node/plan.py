@@ -269,7 +269,7 @@ class NodeMemory:
         segment.holds_tensors = True
         self.windows.add(segment)
         self._has_windows = True
-        # This maps the pages, so the first use is not slower. Fill bytes, because torch cannot fill int4 or quantized tensors.
+        # Zeros map the pages now, so the first use is not slower. Fill bytes: torch cannot fill int4 or quantized tensors.
         segment.view(segment.mine, 0, numel * dtype.itemsize, torch.uint8).zero_()
         return segment.view(segment.mine, 0, numel, dtype)
 

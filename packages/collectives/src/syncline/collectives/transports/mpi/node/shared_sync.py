@@ -16,7 +16,7 @@ from ..library import mapped
 from ..sync import NOWHERE, MessageSync, Sync
 from ..waiting import ARRIVAL_NAP_S, Patience
 
-# A rank's part of the memory: two lines of numbers, used by arrivals in turn, then two eager slots.
+# A rank's part of the memory has two lines of numbers, which arrivals use in turn, and then two eager slots.
 _LINE_BYTES = 128  # two cache lines, because some processors fetch them in pairs
 _HEAD_BYTES = 2 * _LINE_BYTES
 LEAST_SLOT_BYTES = 64

@@ -50,7 +50,7 @@ class SlicesInWindow(WindowAlgorithm):
        another rank's tensor.
 
     After each wait, a rank sees all data that the other ranks wrote before. The fences of a `ShmBarrier` guarantee this (see
-    Note [Order in memory] in `shared_sync`), or MPI, if the ranks wait by messages.
+    Note [Order in memory] in `shared_sync`). If the ranks wait by messages, MPI guarantees this.
     """
 
     name = "window"
