@@ -126,7 +126,7 @@ def _let_all_read(store: Store, rank: int, size: int) -> None:
 
 def _absent(store: Store, ranks: Sequence[int]) -> list[int]:
     """Return those of `ranks` that have not come. Cost if m of n ranks are missing: about 2 m (1 + log2(n / m)) requests."""
-    # One request asks for all ranks. Only if some are missing, look at each half.
+    # One request asks for all ranks. Only if some are missing, ask for each half.
     if store.check([_key(rank) for rank in ranks]):
         return []
     if len(ranks) == 1:

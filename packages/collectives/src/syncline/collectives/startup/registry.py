@@ -105,7 +105,7 @@ def choose_backend(
     - otherwise Gloo, if there is a launcher or a rendezvous;
     - otherwise the backend "in_process", which makes a group of one rank.
 
-    An automatic choice serves tensors on the CPU. If NCCL can work in this process, NCCL is added for tensors on GPUs.
+    An automatic choice serves tensors on the CPU. If NCCL can work in this process, the choice adds NCCL for tensors on GPUs.
 
     `missing` returns the reason why a backend cannot work, or None. `scheme` is the scheme of the `init_method`.
     `rendezvous_given` says whether the caller passed an `init_method`, a store or a world size.

@@ -52,9 +52,9 @@ def meeting_place(request: ConnectRequest) -> tuple[dist.Store, int, int, str | 
 def keys_of_connection(store: dist.Store, backend: str, rank: int | None) -> dist.Store:
     """Return the part of a shared store in which the ranks of one connection meet.
 
-    A store may serve several connections, one after the other: the store of torchrun's agent, the server of rank 0, or a store
-    that the program passes twice. Each rank counts its connections in the store, and the count is the connection's number. All
-    ranks connect in a store the same number of times, so all ranks get the same number.
+    A store may serve several connections, one after the other. Examples are the store of torchrun's agent, the server of rank
+    0, and a store that the program passes twice. Each rank counts its connections in the store, and the count is the
+    connection's number. All ranks connect in a store the same number of times, so all ranks get the same number.
 
     When torchrun starts the ranks again, it keeps its store, and some of the old ranks may not have connected. So the numbers
     begin again with each attempt.
@@ -186,8 +186,8 @@ def store_at(
         return _left_at_exit(file_rendezvous(parse_folder(init_method), rank, size, timeout=timeout_s))
     if scheme == "tcp":
         return _over_tcp(parse_address(init_method), rank, timeout_s, environ, is_one_host=is_one_host)
-    # Use torch's rendezvous only under torchrun, whose agent has opened a TCPStore of torch already. In other cases, torch's
-    # stores are worse: TCPStore listens on all addresses and asks for no credential, and FileStore reads data of earlier runs.
+    # Use torch's rendezvous only under torchrun, whose agent has opened a TCPStore of torch already. In other cases, use no
+    # store of torch: its TCPStore listens on all addresses without a secret, and its FileStore reads data of earlier runs.
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         logger.debug("rank %d of %d: rendezvous in the store of torchrun's agent", rank, size)
         store: dist.Store = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))[0]

@@ -115,7 +115,7 @@ def _wait_for_other(note: Path) -> None:
 
 
 def _comes_from(error: BaseException, kind: type[SynclineError]) -> bool:
-    """Whether an error, or an error that it follows from, is of this kind."""
+    """Whether an error, or one of the errors that it follows from, is of this kind."""
     earlier: BaseException | None = error
     for _ in range(20):  # causes may form a cycle
         # If Ctrl-C came while the program handled such an error, Ctrl-C is the reason.

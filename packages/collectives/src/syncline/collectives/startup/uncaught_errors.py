@@ -163,7 +163,7 @@ def last_words(who: str, did: str, error: BaseException, trace: TracebackType | 
 
 
 def _who_spoke(run: Run, error: BaseException) -> str | None:
-    """In words, the rank of this node that has already printed its error; None if this rank must print its error."""
+    """Return, in words, the rank of this node that has already printed its error. None: this rank must print its error."""
     name, mine, began_s = f"failed-{run.name}", f"rank {run.rank}", run_began_s()
     end_s = time.monotonic() + _VAGUE_S
     while _is_vague(error) and time.monotonic() < end_s:
@@ -224,9 +224,9 @@ def say(text: str, stream: TextIO | None = None) -> None:
 def in_text(error: BaseException, trace: TracebackType | None) -> str:
     """Return the text that Python prints for an exception, but without stack frames inside Syncline and torch.
 
-    The text also lacks the causes of a `SynclineError`. The text has all frames and causes in three cases: the variable
-    SYNCLINE_FULL_TRACEBACKS or the setting `full_tracebacks` asks for them, logging is at DEBUG, or the exception may be a bug
-    of Syncline.
+    The text also lacks the causes of a `SynclineError`. If SYNCLINE_FULL_TRACEBACKS or the setting `full_tracebacks` asks for
+    it, the text has all frames and causes. The text also has them if logging is at DEBUG, or if the exception may be a bug of
+    Syncline.
     """
     said = os.environ.get(TRACEBACKS_VARIABLE, "")
     shows_all = (said != "0" if said else _shows_all_frames) or logger.isEnabledFor(logging.DEBUG) or _is_bug(error, trace)
@@ -273,7 +273,7 @@ def _shorten(told: traceback.TracebackException, error: BaseException) -> bool:
     told.stack = traceback.StackSummary.from_list(kept)
     for name in ("__cause__", "__context__"):
         chained, earlier = getattr(told, name), getattr(error, name)
-        # Skip errors that were caught inside Syncline: before them, the chain may have an error of the user's code.
+        # Skip errors that were caught inside Syncline: an older error in the chain may come from the user's code.
         while is_ours and earlier is not None and (isinstance(earlier, SynclineError) or not _reached_user(earlier)):
             chained, earlier = getattr(chained, "__context__", None), earlier.__context__
         setattr(told, name, chained)
@@ -393,8 +393,8 @@ def run_began_s() -> float:
     If a process manager of MPI started this process, this time is `_STARTS_WITHIN_S` before the start of this process.
     Otherwise it is the start time of this process.
     """
-    # Without a process manager of MPI, a parent such as torchrun's agent may start this run right after another run, whose
-    # failures must not count for this run.
+    # Without a process manager of MPI, a parent such as torchrun's agent may start this run right after another run. Failures
+    # of the earlier run must not count for this run.
     return started_s() - (0.0 if process_manager(os.environ) is None else _STARTS_WITHIN_S)
 
 

@@ -83,9 +83,9 @@ class GroupStore(ServedStore):
     def close(self) -> None:
         """Tell rank 0 that this rank will send no more requests, and close the group. A second call does nothing.
 
-        Rank 0 waits a few seconds at most until all other ranks have called `close`. In three cases, the group is aborted: a
-        rank does not call `close` in time, rank 0 is gone, or an earlier call on this rank ended before its answer came. In a
-        forked child, `close` does nothing.
+        Rank 0 waits a few seconds at most until all other ranks have called `close`. The method aborts the group in three
+        cases: a rank does not call `close` in time, rank 0 is gone, or an earlier call on this rank ended before its answer
+        came. In a forked child, `close` does nothing.
         """
         if os.getpid() != self._pid:
             return
@@ -211,7 +211,7 @@ class _Server:
             looked_s = time.perf_counter() - looked_s
             for client in asking:
                 work, length = awaited.pop(client)
-                work.wait()  # the receive is over; this raises if it has failed
+                work.wait()  # the receive is over; `wait` raises if the receive has failed
                 if int(length) == _GOODBYE:
                     # This rank asks no more, so start no other receive for it.
                     self._present -= 1

@@ -40,7 +40,7 @@ class Store(ABC):
     **Values:** a str is stored as UTF-8, and a number as decimal text, as in torch: if `add` has returned 3, `get` returns
     ``b"3"``.
 
-    **Waiting** is limited by the `timeout` of the call. Without a `timeout`, the time limit of the handle applies.
+    **Waiting:** the `timeout` of a call limits how long the call waits. Without a `timeout`, the handle's time limit applies.
 
     Args:
         timeout: the time limit of calls without a `timeout`, in seconds or as a timedelta. None means 300 s.
@@ -87,7 +87,7 @@ class Store(ABC):
         """Add `amount` to the number stored under `key` (0 if there is none), and return the sum.
 
         Raises:
-            InvalidArgumentError: the value is not a number (digits, perhaps with a minus before them), the amount is not an
+            InvalidArgumentError: the value is not a number (digits, perhaps with a minus before them). Or the amount is not an
                 integer, or the amount or the sum does not fit into 64 bits.
         """
 

@@ -237,7 +237,7 @@ def waits_end_with(scope: CancelScope) -> Iterator[None]:
     """In this context, a wait of this thread in an `AsTorchStore` raises a `StoreError` once `scope` is cancelled.
 
     C++ code such as Gloo, which waits in the store, knows only its own time limit. A thread must not still wait when the
-    interpreter ends, because the thread could not go back through the C++ code: the process would abort.
+    interpreter ends. The thread could not go back through the C++ code, so the process would abort.
     """
     _here.scope = scope
     try:

@@ -134,14 +134,14 @@ class LinkLock:
 
         1. write a file `ticket-<random>` that says who we are
         2. link(ticket, "lock"), again and again until the time limit
-        3. the lock is ours if link succeeds, or if the ticket now has two names (open(2) recommends this check): an NFS client
-           that lost the server's answer asks again, and link then fails although the lock is ours
+        3. the lock is ours if link succeeds, or if the ticket now has two names (open(2) recommends this check). An NFS client
+           that lost the server's answer asks again: then link fails, although the lock is ours
         4. release: unlink("lock"), but only if the ticket has two names; then unlink the ticket
 
     A process that is killed between 2 and 4 leaves the lock behind. A process on the same machine can find out that the holder
     has ended (`ProcessIdentity`), and removes the lock. But only the process that first creates the file `break-<the holder's
-    ticket>` may remove this lock, so that nobody removes the lock of the next holder. The `break` file is never removed. A
-    process on another machine fails at its time limit, with an error that names the holder and the file to delete.
+    ticket>` may remove this lock. So nobody removes the lock of the next holder. The `break` file is never removed. A process
+    on another machine fails at its time limit, with an error that names the holder and the file to delete.
 
     Args:
         folder: a folder on a file system with hard links.
@@ -185,7 +185,7 @@ class LinkLock:
     def _take_over(self, folder: int, ticket: str) -> bool:
         try:
             _, theirs, process, *_ = [*self._read_lock(folder).split("\n"), "", ""]
-            # Only a holder that has certainly ended loses the lock. A file without a ticket was not written by a holder.
+            # Take the lock away only from a holder that has certainly ended. No holder writes a lock without a ticket.
             if not theirs.startswith("ticket-") or not has_ended(ProcessIdentity.parse(process)):
                 return False
             os.close(self._folder.open_file(folder, f"break-{theirs}", os.O_WRONLY | os.O_CREAT | os.O_EXCL))

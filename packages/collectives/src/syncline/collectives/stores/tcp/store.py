@@ -29,8 +29,8 @@ class TCPStore(ServedStore):
 
     Cost of a call: one round trip; six more if the call makes a new connection.
 
-    If the connection breaks during a call, the call fails and is not repeated, because an `add` might count twice. A connection
-    that broke between two calls is replaced. If another server then answers at this address, the call fails.
+    If the connection breaks during a call, the call fails and is not repeated, because an `add` might count twice. If the
+    connection broke between two calls, the next call connects again. If another server then answers, the call fails.
 
     Args:
         host: address or name of the server.
