@@ -269,7 +269,7 @@ class CallIssuer(dist.ProcessGroup):
             opts, timeout = None, opts
         is_async = getattr(opts, "asyncOp", True)
         limit_s = time_limit_s(getattr(opts, "timeout", None) if timeout is None else timeout)
-        # A blocking call with a time limit is also started without waiting: `work.wait` below has the limit.
+        # Start a blocking call with a time limit without waiting, too: `work.wait` below gets the limit.
         starts_only = is_async or limit_s is not None or self._coalesced is not None
         # A dispatch mode or a trace wants to see the call.
         if modes_active() or jit_trace() is not None:

@@ -91,7 +91,7 @@ def _decline_flight_recorder() -> None:
 
 
 def _close_when_torch_destroys() -> None:
-    """Let `destroy_process_group` of torch 2.6, which ends only groups of torch's NCCL, shut down Syncline's groups, too."""
+    """Let `destroy_process_group` of torch 2.6 shut down Syncline's groups. By itself it ends only groups of torch's NCCL."""
 
     def shut_down(group: dist.ProcessGroup) -> bool:
         if isinstance(group, TorchProcessGroup):

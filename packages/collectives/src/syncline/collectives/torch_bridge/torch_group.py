@@ -186,7 +186,7 @@ class TorchGroup(ProcessGroup):
         self._refuse_in_fork("agree_on_calls")
         marks, digest = ", ".join(self._new_marks), self._marks_digest
         self._new_marks.clear()
-        # One reduction by MAX gives the largest digest, and from the negative numbers the smallest digest.
+        # One reduction by MAX gives both the largest and the smallest digest, because the second number is negated.
         numbers = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
         options = dist.AllreduceOptions()
         options.reduceOp = _TORCH_OP[ReduceOp.MAX]

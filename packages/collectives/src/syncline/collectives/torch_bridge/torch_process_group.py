@@ -227,7 +227,7 @@ class TorchProcessGroup(TorchCollectives):
     def shutdown(self) -> None:
         """Finish all calls and close. All ranks call this method, through `destroy_process_group`.
 
-        While an exception is handled, this method aborts the group instead: the other ranks may never call `shutdown`.
+        While the program handles an exception, this method aborts the group instead: other ranks may never call `shutdown`.
         """
         if sys.exc_info()[0] is not None:
             self.abort()

@@ -54,7 +54,7 @@ class TorchRequest(Request):
 
 
 def torch_limit(limit_s: float) -> timedelta:
-    """Return a time limit in seconds as torch takes it."""
+    """Convert a time limit in seconds to the form that torch takes."""
     # torch counts whole milliseconds, and takes 0 for no limit.
     return timedelta(seconds=max(limit_s, 1e-3))
 
@@ -217,7 +217,7 @@ class _Delivery:
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     When a future is over, torch's thread may still hold the functions that it called. If the interpreter ends before the thread
     drops them, the process aborts ("terminate called without an active exception"). So at exit we wait until torch has dropped
-    our functions that were called.
+    the functions that it called.
 
     Then the thread drops the work, which may hold the last reference to a tensor that Python has seen. To drop this tensor, the
     thread needs the interpreter, too. We cannot see when the thread has finished. So at exit we release the GIL for the time

@@ -35,8 +35,8 @@ from .values import Check as Check
 from .values import CheckError
 
 #: All checks, by name. Call a check on every rank, with that rank's group. The group may have any size. A check raises an error
-#: if something is wrong. Otherwise the group stays usable. A check makes its tensors on torch's default device. For a group
-#: that serves GPUs, call the check inside `with torch.device("cuda"):`.
+#: if something is wrong. After a check without an error, the group is still usable. A check makes its tensors on torch's
+#: default device. For a group that serves GPUs, call the check inside `with torch.device("cuda"):`.
 CHECKS: dict[str, Check] = {
     **all_reduce.CHECKS,
     **broadcast.CHECKS,
