@@ -219,7 +219,7 @@ class GlooTransport(LibraryTransport):
 
 
 class _StorePost(StatusPost):
-    """Keeps each rank's latest status line in the store, and the number of all lines: a larger number means a new line."""
+    """Keeps each rank's latest status line in the store, and the number of all lines, which shows whether a line is new."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store

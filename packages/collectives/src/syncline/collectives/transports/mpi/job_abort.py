@@ -3,15 +3,15 @@
 At the interpreter's exit, mpi4py calls MPI_Finalize, which waits for all processes. A rank that failed with an exception would
 wait there for ever, and the other ranks would wait for this rank in a collective. Three guards prevent this:
 
-1. If an exception in the main thread is not caught, the rank prints the exception, and aborts the job (but not at an
-   interactive prompt).
+1. If an exception in the main thread is not caught, the rank prints the exception, and aborts the job. At an interactive
+   prompt, the job goes on.
 2. If a rank calls `sys.exit` with a status other than 0 while a group is open, the rank aborts the job with this status.
 3. If a rank exits in any other way, it waits in a barrier until all ranks come. After a moment it tells the other ranks that it
    has left (see `LeaveNotices`). Ranks that wait for this rank then fail with an error that names the call: see Note [Who will
    not come] in `health.leaving`.
 
-   If the process of another rank is gone, the exiting rank aborts the job, because MPI cannot end it in order. If MPI tolerates
-   faults, the rank only ends itself, within 15 seconds.
+   If the process of another rank is gone, the exiting rank aborts the job, because MPI cannot end the job in order. If MPI
+   tolerates faults, the rank only ends itself, within 15 seconds.
 
 A program may end MPI itself with `MPI.Finalize()`, and continue. `MPI.Finalize()` calls a callback of this module. The callback
 closes Syncline's groups, and the ranks meet as in guard 3. Afterwards, a call of MPI would abort the process. So Syncline's

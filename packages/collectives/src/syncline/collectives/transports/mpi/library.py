@@ -24,8 +24,8 @@ from .waiting import ARRIVAL_NAP_S, MESSAGE_NAP_S, Patience
 
 # A test of a request costs about 0.3 us. A small collective between ranks of a node is over after a few tests.
 _TESTS_BEFORE_YIELDING = 50
-# Over a network a test costs more: 2 us with MPICH. With fewer tests, time is lost on a network of 3 GB/s. With 50 tests, four
-# ranks on two cores and a network of 0.1 GB/s used a fifth more processor time.
+# Over a network a test costs more: 2 us with MPICH. Fewer tests than this cost time on a network of 3 GB/s. With 50 tests, four
+# ranks on two cores used a fifth more processor time on a network of 0.1 GB/s.
 _TESTS_BEFORE_NAPPING = 15
 
 

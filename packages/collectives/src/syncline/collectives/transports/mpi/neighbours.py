@@ -202,8 +202,8 @@ def towards_zero(rank: int) -> list[int]:
 class LeaveNotices:
     """Tells the neighbours that this rank has left, and which other ranks have left. See Note [Neighbours].
 
-    All ranks of the job call the constructor together. Any thread may call the methods. A rank must call `receive` often while
-    it waits for other ranks, and now and then while it computes, because `receive` also passes notices on.
+    All ranks of the job call the constructor together. Any thread may call the methods. A rank that waits for other ranks must
+    call `receive` often. A rank that computes must call `receive` now and then, because `receive` also passes notices on.
 
     Cost: with N ranks, a rank that has news sends at most 2 log2 N messages, at most every 0.2 seconds.
 

@@ -35,7 +35,7 @@ class MPIReconnector(Reconnector):
 
     The steps run on a separate thread. If a rank lives but does not call `shrink`, step 2 does not end, and `shrink` raises
     `CollectiveTimeout`. The next call of `shrink` then waits for the same thread. After a failure of another kind, the next
-    call starts with the communicator of the last step 2, because a rank never shrinks a communicator twice.
+    call starts with the communicator of the last step 2. A rank never shrinks a communicator twice.
 
     Args:
         communicator: a communicator of all ranks that the group has at the start. Only this object may use it.

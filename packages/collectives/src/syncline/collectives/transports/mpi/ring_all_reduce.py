@@ -21,7 +21,7 @@ PIECES = 4
 LEAST_PIECE_BYTES = 60 << 10
 MOST_PIECE_BYTES = 512 << 10
 # Over TCP, Open MPI sends a message up to a certain size, the eager limit, without waiting for the receiver. The three values
-# are the variable that sets this limit, the default limit, and the bytes within the limit that the message's header takes.
+# are the variable that sets this limit, the default limit, and the size of the message's header, which counts for the limit.
 TCP_EAGER_LIMIT, _TCP_EAGER_BYTES, _HEADER_BYTES = "OMPI_MCA_btl_tcp_eager_limit", 64 << 10, 4 << 10
 # Memory for pieces that have arrived and wait for their reduction. With less memory the wire waits for the reduction.
 LANDING_BYTES = 2 << 20

@@ -54,7 +54,7 @@ BLOCKS_WELL = MPI.get_vendor()[0] == "Open MPI" and not is_fault_tolerant()
 
 _TAGS = 32_767  # MPI guarantees at least this many
 
-# How long a rank that closes the communicators waits for the last messages of the other ranks, which close them, too.
+# How long a rank that closes the communicators waits for the last messages of other ranks, which also close the communicators.
 _CLOSE_S = 5.0
 
 

@@ -76,19 +76,19 @@ class NcclGroup(EngineGroup):
        the first reduction in steps (see `NcclPlan`). `wait` makes the current stream wait for the collective. `wait` blocks the
        calling thread only with a timeout, or for a barrier.
     3. For the CPU, a future is complete when the collective is on the stream. A callback runs on the thread that attaches it,
-       before this thread issues another call. Meanwhile, the thread's current stream waits for the collective. So a call that
-       the callback issues has the same place in the order on every rank. `StreamWork.get_future` names two exceptions.
+       before this thread issues another call. While the callback runs, the thread's current stream waits for the collective. So
+       a call of the callback has the same place in the order on every rank. `StreamWork.get_future` names two exceptions.
     4. `send` and `recv` have no place in the order, because each direction between two ranks has its own communicator and
        stream. A separate thread connects the two ranks.
-    5. A future's callback may issue collectives. So a thread must hold no lock when it completes a future: it calls
+    5. A future's callback may issue collectives. So a thread must hold no lock when it completes a future: the thread calls
        `StreamWork.settle` after its turn in the queue. If an error must end the group, the code in the turn raises a
        `FatalError`. The group ends after the turn.
 
-    The group serves only the GPU of its first call. After this call, all calls can be captured in a CUDA graph, except
-    `barrier`, `wait` with a timeout, and the first transfer with a peer.
+    The group serves only the GPU of its first call. After this call, a CUDA graph can capture all calls except `barrier`,
+    `wait` with a timeout, and the first transfer with a peer.
 
-    NCCL's own reductions differ from `ReduceOp` in two ways, as in torch: float16 and bfloat16 are rounded at each addition,
-    and AVG multiplies each term by 1/size before the addition. With `reproducible`, these differences do not exist, but a
+    NCCL's own reductions differ from `ReduceOp` in two ways, as in torch. NCCL rounds float16 and bfloat16 at each addition.
+    For AVG, NCCL multiplies each term by 1/size before the addition. With `reproducible`, these differences do not exist, but a
     reduction is slower and needs copies of the tensor.
 
     Note [Comparison over NCCL]
@@ -102,10 +102,10 @@ class NcclGroup(EngineGroup):
     barrier. `close` also waits for a comparison, for at most `_CLOSE_S` seconds. A group of N ranks compares after every n-th
     backward, where n is N / `_COMPARED_EACH_TIME`, rounded up.
 
-    With `check_calls`, the ranks instead compare each collective before they issue it. The CPU waits for this comparison, in
-    the call's turn. So all ranks must then issue the calls of all groups in one order. A send or receive of another thread
-    waits until the comparison is over. If the ranks met in a store, a failure of another rank ends the wait within a second. If
-    the ranks met in a host group, only the time limit or a lost rank ends the wait.
+    With `check_calls`, the ranks instead compare each collective before they issue it. The CPU waits for this comparison
+    during the call's turn. So all ranks must then issue the calls of all groups in one order. A send or receive of another
+    thread waits until the comparison is over. If the ranks met in a store, a failure of another rank ends the wait within a
+    second. If the ranks met in a host group, only the time limit or a lost rank ends the wait.
 
     Calls in a CUDA graph are compared at the capture, and not at a replay.
 
@@ -647,7 +647,7 @@ class NcclGroup(EngineGroup):
     def _meet_before_close(self) -> None:
         # A group that was never used closes without waiting for the other ranks.
         if self._compares_later and self._agreed.history.calls:
-            # An earlier comparison may run for the whole time limit, because a receive of a host group cannot be cut short.
+            # An earlier comparison may run for the whole time limit, because nothing can end a receive of a host group early.
             with suppress(SynclineError):  # a difference has ended the group already; a missing rank is not a failure here
                 self._queue.run_in_turn(self._compare).wait(_CLOSE_S)
 

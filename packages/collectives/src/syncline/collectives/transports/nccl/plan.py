@@ -198,7 +198,7 @@ class PlannedCall(NamedTuple):
 def run_planned(comm: Communicator, calls: Sequence[PlannedCall]) -> None:
     """Put calls on the current stream: pack the tensors, run the plans, unpack. NCCL starts all calls together, as a group."""
     packed = [call.plan.pack(call.reads, call.writes) for call in calls]
-    # Pack all tensors before the group, and unpack them after the group: copies start at once, but NCCL starts the calls of a
+    # Pack all tensors before the group, and unpack them after the group. Copies start at once, but NCCL starts the calls of a
     # group only when the group is closed.
     with comm.group() if len(calls) > 1 else nullcontext():
         for planned, (part, whole) in zip(calls, packed, strict=True):

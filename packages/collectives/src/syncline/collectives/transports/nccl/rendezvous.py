@@ -94,7 +94,7 @@ class Rendezvous(ABC):
 
         Raises:
             TransportError: the payload did not come in time.
-            BaseException: `scope` was cancelled; this is the exception that was given as the reason.
+            BaseException: `scope` was cancelled with this error.
         """
         try:
             return self._receive(topic, to, sender, scope)
@@ -159,7 +159,7 @@ class StoreRendezvous(Rendezvous):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         received: Payload = json.loads(self._store.get(key))
-        self._store.delete_key(key)  # only this rank reads the key; without this, each step would leave keys
+        self._store.delete_key(key)  # only this rank reads the key; if keys stayed, each step would add some
         return received
 
     @override

@@ -71,14 +71,14 @@ class Launch:
     The stream reads and writes the caller's tensors after the call has returned. If the caller drops the tensors, torch's
     allocator may reuse their memory at once. So the `Call` holds references to the tensors until one of these events:
 
-    1. `wait` is called while the stream from which the collective was issued is current. `wait` makes this stream wait for the
-       collective, so later operations on this stream may reuse the memory. If the calls of a batch were issued from several
-       streams, each of these streams needs such a call of `wait`.
+    1. The program calls `wait` on the stream that was current when it issued the collective. `wait` makes this stream wait for
+       the collective, so later operations on this stream may reuse the memory. If the program issued the calls of a batch on
+       several streams, it must call `wait` on each of these streams.
     2. The monitor, or a thread that blocks in `wait`, sees that the collective is over.
     3. The group failed, and the communicators' kernels have left the GPU.
 
     The work holds its outputs. `InFlight` holds the launch, but not the work. So after `wait`, memory is free as soon as the
-    caller drops the work and the tensors. `record_stream` would delay the reuse.
+    caller drops the work and the tensors. torch's `record_stream` would delay the reuse.
 
     Args:
         work: the work of these calls, which fails if the launch fails. The launch holds only a weak reference to it.

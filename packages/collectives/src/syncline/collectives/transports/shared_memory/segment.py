@@ -100,7 +100,7 @@ class Segment(mmap.mmap, Inherited):
         """Use huge pages for this rank's part where possible, for at most about `HUGE_PAGES_SECONDS`."""
         size = huge_page_bytes()
         if size:
-            # Both ends are rounded up, so each huge page is collapsed by exactly one rank.
+            # Both ends are rounded up, so exactly one rank collapses each huge page.
             start, stop = (-(-self.offset_of(part) // size) * size for part in (self.mine, self.mine + 1))
             collapse(self, self.lead_bytes + start, self.lead_bytes + min(stop, self.offset_of(self.parts)), HUGE_PAGES_SECONDS)
 
@@ -161,7 +161,7 @@ def reserve(file: int, part_bytes: int, part: int) -> None:
 def open_peer_fd(pid: int, file: int, name: str) -> int:
     """Open a file that another process of this machine made with `create_file`, and return a new descriptor.
 
-    `file` is the descriptor in the process `pid`. `name` is the name that this process passed to `create_file`.
+    `file` is the descriptor in the process `pid`. `name` is the name that the other process passed to `create_file`.
 
     Raises:
         OSError: `file` is the descriptor of another file, or this process has no access to the other process.

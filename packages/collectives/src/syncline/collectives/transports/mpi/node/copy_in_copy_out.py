@@ -64,7 +64,7 @@ class StagingArea:
 class _Copy(NamedTuple):
     """One copy of `nbytes` bytes between a slot and a tensor.
 
-    `slot` is the address in the slot. `offset_bytes` is the offset in the tensor, from the start of the chunk.
+    `slot` is the address of the bytes in the slot. `offset_bytes` is their offset in the tensor, from the start of the chunk.
     """
 
     slot: int
@@ -160,7 +160,7 @@ class CopyInCopyOut(Algorithm):
             return
         assert self._segment is not None
         terms = step.slots.copy()
-        # This rank's own term is read from its tensor, so it is never copied to the slot.
+        # Read this rank's own term from its tensor: the rank never copies its own term to the slot.
         terms[self._segment.mine] = own.narrow(0, start + begin, numel)
         result = out.narrow(0, start + begin, numel)
         reduce_into(result, self._op, terms)

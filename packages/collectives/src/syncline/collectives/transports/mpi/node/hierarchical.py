@@ -22,7 +22,7 @@ STAGE_BYTES = 16 << 20
 class NodeReduction:
     """Reduces the slice that this rank leads (see `Hierarchy`): first inside the node, then between the slice's leaders.
 
-    Then the result is copied to all ranks of this node. `between` connects the leaders of the slice. None: this rank leads no
+    Then copies the result to all ranks of this node. `between` connects the leaders of the slice. None: this rank leads no
     slice.
     """
 

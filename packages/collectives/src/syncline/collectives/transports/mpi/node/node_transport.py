@@ -198,7 +198,7 @@ class NodeTransport(MPITransport):
         revoke((self._hierarchy.node, self._hierarchy.inter_node))
 
     def abort(self) -> None:
-        """As `give_up`. MPI cannot wake ranks of other nodes, unless it ends the job."""
+        """As `give_up`. MPI can wake ranks of other nodes only by ending the job."""
         self.give_up()
 
     def close(self) -> None:

@@ -175,7 +175,7 @@ class Windows:
     """
 
     def __init__(self) -> None:
-        # The start addresses, and the entries sorted by start. Both are replaced together, because a segment may be freed at
+        # The start addresses, and the entries sorted by start. Replace both together, because a segment may be freed at
         # any moment, on any thread.
         self._known: tuple[list[int], list[_Entry]] = [], []
         self._changing = threading.RLock()  # reentrant: `_forget` may run inside `add`, on the same thread
@@ -447,7 +447,7 @@ class NodePlan(Plan):
         is_compared = looks or algorithm.compares
         if is_compared:
             place_key = node.memory.windows.key_of(whole) if looks else NOWHERE
-            # Calls that differ are an error. The answer says only whether all tensors are at the same place of a window.
+            # `compare` raises an error if the calls differ. It returns whether all tensors are at the same place of a window.
             if node.sync(call).compare(call, place_key):  # [1]
                 assert self._in_window is not None
                 self._latest = self._in_window.name
