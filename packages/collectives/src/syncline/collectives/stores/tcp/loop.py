@@ -87,7 +87,7 @@ class ServerLoop:
         return None if expiry is None else ceil(1000 * max(0.0, expiry - time.monotonic()))
 
     def _judge(self) -> None:
-        """Accept or refuse a new client's public key. ZeroMQ has already checked that the client has its private key."""
+        """Accept or refuse a new client's public key. ZeroMQ has checked that the client has the matching private key."""
         version, number, _domain, _address, _identity, _mechanism, key, *_ = self._zap_socket.recv_multipart()
         is_ours = hmac.compare_digest(z85.encode(key), self._client_key)
         verdict = (b"200", b"OK") if is_ours else (b"400", b"another secret")

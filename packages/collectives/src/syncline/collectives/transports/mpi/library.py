@@ -291,7 +291,7 @@ _OPS: dict[ReduceOp, MPI.Op] = {
     ReduceOp.BXOR: MPI.BXOR,
 }
 
-# MPI's C_BOOL has only logical reductions. For bools, the minimum and the bitwise AND are a logical AND, and so on.
+# MPI's C_BOOL has only logical reductions. For bools, each minimum, maximum or bitwise reduction equals a logical reduction.
 _OPS_ON_BOOL: dict[ReduceOp, MPI.Op] = {
     ReduceOp.MIN: MPI.LAND,
     ReduceOp.BAND: MPI.LAND,
