@@ -33,7 +33,7 @@ You can also follow an error. Suppose that a rank is killed during a collective:
    and tells the other ranks.
 4. If the script does not catch the error, one of three printers prints it:
 
-   - under `syncline run`, `Ending.fail` (`cli.run.ending`), which also ends the job; then Syncline sets no exception hook;
+   - under `syncline run`, where Syncline sets no exception hook: `Ending.fail` (`cli.run.ending`), which also ends the job;
    - else over MPI, the hook `transports.mpi.job_abort._on_uncaught`: it calls `last_words` of `startup.uncaught_errors`, and
      ends the job;
    - else the hook that `startup.uncaught_errors` has set.

@@ -4,7 +4,8 @@ Commands come from the group of entry points `syncline.commands`. Each entry poi
 
 - `HELP`: a description in one line;
 - `add_arguments(parser)`: adds the command's options to an `argparse.ArgumentParser`;
-- `run(arguments) -> int`: runs the command, and returns the exit status. A `SynclineError` is printed, with the status 2.
+- `run(arguments) -> int`: runs the command, and returns the exit status. If it raises a `SynclineError`, `main` prints the
+  error and returns 2.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help(sys.stderr)
             return 2
         arguments = parser.parse_args(words)
-        # The terminal may lack characters, such as the lines of tables. Names of files may have characters that none has.
+        # The terminal may lack characters, such as the lines of tables. Names of files may hold bytes that are no text.
         if isinstance(sys.stdout, io.TextIOWrapper):
             with suppress(OSError):  # the stream cannot seek any more, because another file has taken its descriptor
                 sys.stdout.reconfigure(errors="backslashreplace")
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SynclineError as error:
         print(f"syncline: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader of standard output has ended, such as `head`
+    except BrokenPipeError:  # the process that reads standard output, such as `head`, has ended
         let_go(sys.stdout)
         return 1
     return status

@@ -54,7 +54,7 @@ def fitted(text: str) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """Return an error's text, or the name of its class if it has no text, as a KeyboardInterrupt."""
+    """Return an error's text. If it has no text, like a KeyboardInterrupt, return the name of its class."""
     return str(error) or type(error).__name__
 
 
@@ -98,7 +98,7 @@ class NotInitializedError(MisuseError):
 
 
 class GroupClosedError(MisuseError):
-    """A group was called after it was closed, aborted or replaced by a newer group, or in a forked child."""
+    """A group was used after it was closed, aborted or replaced by a newer group, or a forked child used its parent's group."""
 
 
 class UnknownBackendError(MisuseError):
@@ -129,7 +129,7 @@ class RankLostError(TransportError):
     """Some ranks have ended or cannot be reached, and other ranks wait for them.
 
     Attributes:
-        ranks: the lost ranks of the group, in ascending order, as far as known. From `Elastic`, the numbers of the lost
+        ranks: the known lost ranks of the group, in ascending order. In an error of `Elastic`, the numbers of the lost
             processes (see `ProcessGroup.members`). Empty if a newcomer finds that all other processes have ended, or if all
             ranks with the training state are lost.
     """

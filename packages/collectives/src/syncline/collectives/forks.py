@@ -63,7 +63,7 @@ def in_forks(function: Callable[[], object]) -> None:
 def fork_count() -> int:
     """Return the number of forks between the first process and this process.
 
-    If an object stores this number in its constructor, it can later see whether a forked child has inherited it.
+    An object that stores this number when it is made can find out later whether it is used in a forked child.
     """
     return _fork_count
 
@@ -74,7 +74,10 @@ def is_fork_of_rank() -> bool:
 
 
 def not_the_rank(call: str, place: str) -> GroupClosedError:
-    """Return the error for a forked child that uses a group, or waits for a call, of its parent. `place` is rank and group."""
+    """Return the error for a forked child that uses its parent's group or waits for its parent's call.
+
+    `place` names the parent's rank and group.
+    """
     return GroupClosedError(
         f"{call} on {place}: this process (pid {os.getpid()}) is a fork of that rank, and only the rank itself communicates. "
         "Let the rank call it, or start a process that communicates by 'spawn', with a group of its own"

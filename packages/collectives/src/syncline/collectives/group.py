@@ -35,12 +35,12 @@ class ProcessGroup(ABC):
 
     **Results.** Each collective returns a `Work`. With `async_op=False` the collective has finished when the method returns (on
     CUDA, the current stream waits for the collective instead). With `async_op=True` do not read or write the tensors until the
-    work's `wait()` returns. To pass a tensor to another collective is to read it, too: some collectives, such as a
-    `reduce_scatter` of different sizes, read their inputs when they are called, not when the earlier collective has finished.
+    work's `wait()` returns. Until then, do not pass the tensors to another collective either. Some collectives, for example a
+    `reduce_scatter` whose inputs have different shapes, read their inputs as soon as they are called.
 
     **Tensors.** A group sends every dtype that torch can copy; `ReduceOp` lists the dtypes of each reduction. A tensor's device
     must be of a type in `device_types`. All tensors that a rank passes to one call are on one type of device. Outputs are
-    written in place, also if they are not contiguous. Tensors may be empty or without dimensions. If an argument is wrong on
+    written in place, even if they are not contiguous. Tensors may be empty or without dimensions. If an argument is wrong on
     this rank, the method raises an error before it issues the call, and the group stays usable.
 
     **Ranks** in arguments and results are ranks in this group, 0 to size - 1.
@@ -57,8 +57,8 @@ class ProcessGroup(ABC):
         name: the group's name in error messages.
         timeout_s: the time limit of one collective, in seconds.
         torch_group: the group of torch.distributed that carries out the calls; None if Syncline carries them out itself.
-        hosts: for each rank of the default group, the boot id and the name of its host, with a space between them. None if the
-            ranks have not exchanged these texts.
+        hosts: one text for each rank of the default group: the boot id of the rank's host, a space, and the host's name. None
+            if the ranks have not exchanged these texts.
     """
 
     torch_group: Any = None
@@ -380,7 +380,7 @@ class ProcessGroup(ABC):
                 for the receiver.
         """
         self.check_transfer("send", tensor, dst, tag)
-        # Integers of other libraries may be narrow: the tag on the wire would not fit into an int8 of NumPy.
+        # Convert integers of other libraries: Syncline calculates with the tag, which would overflow an int8 of NumPy.
         return self._send(tensor, int(dst), int(tag), async_op)
 
     @public_call
@@ -435,7 +435,7 @@ class ProcessGroup(ABC):
         Args:
             color: a number, 0 or above. None means that this rank joins no new group.
             key: the new group orders its ranks by key, then by their rank in this group. None means this rank's number in
-                this group, so if all ranks pass None, they keep their order.
+                this group. If all ranks pass None, they keep their order.
             timeout_s: the new group's time limit, in seconds. None means the time limit of this group.
 
         Returns:
@@ -549,8 +549,8 @@ class ProcessGroup(ABC):
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:  # noqa: ARG002
         """Return the algorithm that this rank has used for a collective on tensors of this dtype and shape.
 
-        The algorithm may also depend on the reduction and the root. If this rank has used several reductions or roots on such
-        tensors, the answer is for the one that came into use last.
+        The algorithm may also depend on the reduction and the root. If this rank has used several of them on such tensors, the
+        answer is for the reduction and the root that it began to use last.
 
         Args:
             name: the method's name, such as "all_reduce".
@@ -572,8 +572,8 @@ class ProcessGroup(ABC):
 
         Raises:
             DisagreementError: the ranks called different collectives, so results are wrong. All ranks raise this error. With
-                `async_op=True`, this method does not raise it. Instead, the work's `wait` raises it. Over NCCL there is no such
-                work, and the group fails: its next call raises an error.
+                `async_op=True`, the work's `wait` raises this error. Over NCCL, `async_op=True` gives no work; the group fails
+                instead, and its next call raises an error.
         """
         return None
 
@@ -588,8 +588,8 @@ class ProcessGroup(ABC):
     def end_together(self, companion: ProcessGroup) -> None:  # noqa: B027 - for subclasses that can
         """Close or abort another group, `companion`, when this group is closed or aborted. `companion` has the same ranks.
 
-        Closing this group first closes `companion`; after a failure it aborts `companion` instead. Aborting this group aborts
-        `companion`, too. Groups of torch ignore this method: there, the caller must close `companion`.
+        When this group is closed, it first closes `companion`, or aborts `companion` if this group has failed. When this group
+        is aborted, it also aborts `companion`. A group of torch ignores this method, so the caller must close `companion`.
         """
 
     def is_in_callback(self) -> bool:
@@ -644,8 +644,8 @@ class ProcessGroup(ABC):
     def meets_in(self, host: ProcessGroup) -> bool:  # noqa: ARG002 - for subclasses that do
         """Whether the ranks of this group used another group, `host`, to find each other. An NCCL group may do so.
 
-        After the loss of a rank, a new group replaces `host`. If this method returns true, call `beside` next, which makes a
-        group that replaces this group, too. If it returns false, do not call `beside`.
+        After the loss of a rank, a new group replaces `host`. If this method returns true, call `beside` next to replace this
+        group, too. If this method returns false, do not call `beside`.
         """
         return False
 
@@ -697,10 +697,10 @@ class ProcessGroup(ABC):
         `allocate` afterwards.
 
         Args:
-            silence_timeout_s: on a member, how many seconds to wait for another member that is not known to have ended, but
-                does not call `admit`; see `shrink`. On a newcomer, how many seconds to wait until the members let it in.
-            limit: at most this number of newcomers enter the group, those that came first. 0 or above. None: all newcomers
-                enter. If a newcomer dies during the call, no other newcomer takes its place.
+            silence_timeout_s: on a member, how many seconds to wait for another member that may still run but does not call
+                `admit`; see `shrink`. On a newcomer, how many seconds to wait until the members let it in.
+            limit: the largest number of newcomers that enter the group, 0 or above. The newcomers that came first enter.
+                None lets all newcomers enter. If a newcomer dies during the call, no other newcomer takes its place.
 
         Returns:
             The new group, with the name and the time limit of this group.
@@ -740,7 +740,7 @@ class ProcessGroup(ABC):
 
         Call this method instead of `close` after a failure, when other ranks may never call `close`. A thread that waits for a
         call of this group gets a `TransportError`. There is one exception: over Gloo, a thread that waits for a send or receive
-        waits on, up to its time limit.
+        goes on waiting until its time limit.
         """
 
     # ---- what a backend implements ----
@@ -791,7 +791,7 @@ class ProcessGroup(ABC):
     def _check_root(self, collective: str, root: int) -> int:
         if not checks.is_integer(root) or not 0 <= int(root) < self.size:
             self._refuse_if(collective, f"expected a root in 0..{self.size - 1}, found {root!r}")
-        # An integer of another library would have another digest on this rank, because the digest is made of the text.
+        # Ranks compare digests of the arguments' texts. An integer of another library may have another text than an int.
         return int(root)
 
     def _check_on_root(
@@ -821,7 +821,7 @@ class ProcessGroup(ABC):
         for tensor in (*reads, *writes):
             if not checks.is_plain(tensor, served):
                 self._refuse_if(collective, checks.unusable(tensor, served, self.backend_name))
-        # The group carries out a call where its main tensor is. A library would read another tensor's address there, too.
+        # The group carries out a call on one type of device. There, the address of a tensor on another type would be wrong.
         if len(served) > 1 and len({device_type_of(tensor) for tensor in (*reads, *writes)}) > 1:
             found = " and ".join(sorted({str(tensor.device) for tensor in (*reads, *writes)}))
             self._refuse_if(collective, f"expected all tensors on one type of device, found {found}")

@@ -149,7 +149,7 @@ def divide(total: torch.Tensor, count: int) -> None:
     elif count <= torch.iinfo(total.dtype).max:
         total.div_(count, rounding_mode="trunc")
     else:
-        # torch converts `count` to the dtype of `total`, where it would wrap around: 200 ranks to -56 in int8.
+        # torch converts `count` to the dtype of `total`, and `count` may overflow there: in int8, 200 becomes -56.
         total.copy_(total.long().div_(count, rounding_mode="trunc"))
 
 

@@ -8,7 +8,7 @@ private to torch                    without it
 ``AsyncCollectiveTensor``           a result of torch's functional collectives is an error: pass ``result.wait()``
 ``FakeTensor``                      a tensor of torch's fake mode is an error
 ``_len_torch_dispatch_stack``       under torch.distributed, CommDebugMode and make_fx see no collectives
-``_resolve_process_group``          a collective is an error under these tools, and with torch.compile
+``_resolve_process_group``          under CommDebugMode, make_fx and torch.compile, a collective is an error
 ``dist.Backend._plugins``           registering our backends is an error
 ``_world.pg_map``                   ``init_as_mpi`` is an error
 ``_rendezvous_handlers``            importing ``torch_backend`` after another package took ``mpi://`` is an error of torch
@@ -97,7 +97,7 @@ def set_group_store(group: object, name: str, store: object) -> None:
 
 def rendezvous_handler(scheme: str) -> Callable[..., Any] | None:
     """Return the function by which torch lets ranks meet at URLs of this scheme, or None if there is none."""
-    # Not by attribute: `torch.distributed.rendezvous` is a function.
+    # Import the module by its name: the attribute `torch.distributed.rendezvous` is a function.
     module: Any = import_module("torch.distributed.rendezvous")
     handler: Callable[..., Any] | None = getattr(module, "_rendezvous_handlers", {}).get(scheme)
     return handler
@@ -106,8 +106,8 @@ def rendezvous_handler(scheme: str) -> Callable[..., Any] | None:
 def end_groups_by(shut_down: Callable[[Any], bool]) -> None:
     """Let torch's `destroy_process_group` call `shut_down` for each group.
 
-    If `shut_down` returns False, torch ends the group itself. A second call of `end_groups_by` does nothing. Without
-    `_shutdown_backend` in torch, the first call does nothing, too.
+    If `shut_down` returns False, torch ends the group itself. A second call of `end_groups_by` does nothing. If torch has no
+    `_shutdown_backend`, `end_groups_by` does nothing.
     """
     module = _distributed()
     theirs = getattr(module, "_shutdown_backend", None)
@@ -309,7 +309,7 @@ class ProfilerRange:
             _exit_range(self._record)
 
     def end_elsewhere(self) -> Callable[[], None]:
-        """Return a function that ends the range, for any thread. If torch lacks the means, end the range now.
+        """Return a function that ends the range and that any thread may call. If torch cannot do this, end the range now.
 
         Call the function before the program can stop the profiler. A range that ends later writes to freed memory.
         """

@@ -29,15 +29,15 @@ Devices: TypeAlias = list[int | str | torch.device] | None
 class GroupFuture(AnyFuture):
     """The future of a collective. A callback of the same group can wait for the future without a deadlock.
 
-    If a callback given to `then` raises an error, the future that `then` returned fails with this error. `devices` is as in
-    `devices_of`.
+    If a callback given to `then` raises an error, the future that `then` returned fails with this error. `devices` is a result
+    of `devices_of`.
     """
 
     def __init__(self, devices: Devices) -> None:
         super().__init__(devices=devices)
         self._devices = devices
         self._fork_count = fork_count()
-        self._parts: Sequence[AnyFuture] = ()  # if this future joins others, the others, until they are done
+        self._parts: Sequence[AnyFuture] = ()  # the futures that this future joins, until they are done
 
     @override
     def wait(self) -> Any:
@@ -81,7 +81,7 @@ class GroupFuture(AnyFuture):
             following._parts = ()
             try:
                 following.set_result(callback(done))
-            # Also Ctrl-C: torch would only print it, and nobody else completes the future.
+            # Catch Ctrl-C, too: torch would only print it, and `following` would never complete.
             except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets the error
                 fail_future(following, error, self._devices)
 
@@ -109,8 +109,8 @@ def following_future(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> Grou
 def fail_future(future: AnyFuture, error: BaseException, devices: Devices) -> None:
     """Complete a future with an error of any class. `devices` are the CUDA devices with which the future was made.
 
-    torch cannot store an error that is not an `Exception`, or on CUDA an error that cannot be pickled. Then the future gets a
-    `TransportError` with the error as its `__cause__`.
+    torch cannot store an error that is not an `Exception`. On CUDA, it also cannot store an error that cannot be pickled. In
+    both cases the future gets a `TransportError` with the error as its `__cause__`.
     """
     if not isinstance(error, Exception) or (devices and not _can_be_pickled(error)):
         named = TransportError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
@@ -138,7 +138,7 @@ def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) 
     If some of `futures` fail, the new future gets the error of the first failed future in the list. The error keeps its class.
     The futures are in the order in which their calls were issued.
     """
-    # A callback of the joined future is late if another call was issued after the last part, not after the first part.
+    # Whether a callback of the joined future is late depends on the last part. See Note [Late callbacks] in `engine.queue`.
     joined = following_future(futures[-1], tensors) if futures else new_future(tensors)
     joined._parts = futures
     lock = threading.Lock()
@@ -147,7 +147,7 @@ def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) 
     def settle() -> None:
         try:
             for future in futures:
-                # The future is done, so this does not block. On CUDA it orders the current stream after the collective.
+                # The future is done, so this does not block. On CUDA, the current stream waits for the collective.
                 _wait_as_torch_does(future)
         except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets the error
             fail_future(joined, error, devices_of(tensors))
@@ -181,7 +181,7 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
     failure only if a function given to torch's own `then` has raised an error.
 
     Our own futures keep the exception, because our callers catch it by its class. So torch's C++ code must not get our futures.
-    It gets new futures from this function: from works of our groups, and from our hooks under torch's DDP.
+    Works of our groups, and our hooks under torch's DDP, give torch new futures from this function.
 
     There is one exception: *inside a callback* of our groups, torch gets our own future, because only our own future can be
     waited for there (see `GroupFuture.wait`). If the callback raises the future's error, torch's `then` lets C++ see the error.
@@ -193,7 +193,7 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
     is_over: AnyFuture = AnyFuture(devices=devices_of(tensors))
 
     def outcome(_: object) -> Any:
-        _wait_as_torch_does(future)  # does not block, as `future` is done; on CUDA it orders the current stream after it
+        _wait_as_torch_does(future)  # `future` is done; on CUDA, the current stream waits for the collective
         return future.value()
 
     given: AnyFuture = is_over.then(outcome)
@@ -245,7 +245,7 @@ class Work(ABC):
         """Return the output tensors: the same objects that were passed to the collective. Call this method after `wait`."""
 
     def source_rank(self) -> int | None:
-        """Return the sender's rank in the group, after a receive has finished. Before, and for other calls, None."""
+        """Return the sender's rank in the group if this is a receive that has finished, otherwise None."""
         return None
 
     @abstractmethod
@@ -261,10 +261,10 @@ class Work(ABC):
         """
 
     def before_end(self, action: Callable[[], None]) -> None:
-        """Run a quick action at the end of the call, before any `wait` returns, for example to take the time of the end.
+        """Run an action when the call ends, before any `wait` returns. For example, the action may read the clock.
 
-        If the call has ended already, the action runs at once. The action must not take a lock and must not call Syncline. A
-        `FutureWork` or a work of a `TorchGroup` waits for a future of torch; there, the action may run a moment after `wait`.
+        If the call has ended already, the action runs at once. The action must be quick, must not take a lock and must not call
+        Syncline. For a `FutureWork` or a work of a `TorchGroup`, the action may run a moment after `wait` returns.
         """
         self.get_future().add_done_callback(lambda _: action())
 
@@ -306,7 +306,7 @@ class FinishedWork(Work):
 
 
 class PendingWork(Work):
-    """The work of a collective on another thread, which calls `succeed` or `fail`. Only the first call has an effect."""
+    """The work of a collective on another thread. That thread calls `succeed` or `fail`; only the first call counts."""
 
     __slots__ = ("_before_end", "_describe", "_error", "_future", "_is_done", "_lock", "_tensors", "_waiting")
 
@@ -346,7 +346,7 @@ class PendingWork(Work):
 
     def _finish(self, error: BaseException | None) -> None:
         with self._lock:
-            # An abort may come while another thread runs the collective. The first end counts.
+            # `abort` may end this work while another thread runs the collective. Only the first end counts.
             if not self._is_done:
                 # Before `_is_done` is set, run the actions: `wait` reads `_is_done` without the lock. Each action runs only
                 # once, also if an action raises and an abort calls this method again.
@@ -356,7 +356,7 @@ class PendingWork(Work):
                 self._error = error
                 self._is_done = True
             future, waiting = self._future, self._waiting
-        # Do the rest also if the work was over before: Ctrl-C may have stopped the first end just here.
+        # Do the rest even if the work was over before: Ctrl-C may have stopped the first end just here.
         # Release the lock first, because callbacks run here. A callback may ask this work for its future, which takes the lock.
         if waiting is not None:
             waiting.set()
@@ -382,8 +382,8 @@ class PendingWork(Work):
                 f"{self._describe()} did not finish within the {timeout_s:g} s timeout given to wait(); it goes on, and its "
                 "tensors still belong to it. Wait again, or abort the group."
             )
-        # The thread that ended the work completes the future a moment later. Wait for the future, too, so that on every rank
-        # the future has its value, and a callback that the program attaches next runs at once.
+        # The thread that ended the work completes the future a moment later. Wait for the future, too. Then a callback that
+        # the program attaches next runs at once, on every rank.
         future = self._future
         if future is not None and not future.done():
             future.wait_for_completion()
@@ -429,9 +429,9 @@ class PendingWork(Work):
 
 
 class FutureWork(Work):
-    """A work that is over when a future is done, for example for a collective and a computation after this collective.
+    """A work that is over when a future is done. The future may stand for a collective and a computation after the collective.
 
-    The future's value is the list of output tensors. The program has not attached a callback to the future yet.
+    The future's value is the list of output tensors. Make this work before the program can attach a callback to the future.
     """
 
     def __init__(self, future: TensorsFuture, tensors: list[torch.Tensor], describe: Callable[[], str]) -> None:
@@ -439,8 +439,8 @@ class FutureWork(Work):
         self._tensors = tensors
         self._describe = describe
         self._is_over = is_over = threading.Event()
-        # The program does not have the future yet, so this is its first callback: `wait` must not wait for callbacks of the
-        # program. (On CUDA, a callback of a future that is done would make a further stream wait for the future.)
+        # This must be the future's first callback, so that `wait` does not wait for callbacks of the program. (If the future is
+        # done, add no callback: on CUDA, the callback would make a further stream wait for the future.)
         if not future.done():
             future.add_done_callback(lambda _: is_over.set())
 

@@ -14,7 +14,7 @@ from .default_group import resolve_group
 
 
 def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None = None) -> None:
-    """Combine gradients of all ranks in place by the Adasum rule, which you can use instead of their sum or average.
+    """Combine the gradients of all ranks in place by the Adasum rule, instead of a sum or an average.
 
     Each tensor of the list is combined separately. For the tensors a and b of two ranks, the result is
 

@@ -74,7 +74,7 @@ def broadcast_coalesced(
         raise InvalidArgumentError(f"expected buffer_size_bytes of at least 1, found {buffer_size_bytes}")
     chosen = resolve_group(group)
     is_root = chosen.rank == root
-    # The root does not write its tensors, but checks that they can be written: then all ranks refuse the same tensors.
+    # The root does not write its tensors, but also checks that they can be written, so that all ranks refuse the same ones.
     tensors, are_fake = _checked("broadcast_coalesced", tensors, chosen, are_written=chosen.size > 1)
     if are_fake:
         return
@@ -244,7 +244,7 @@ def _joined(
 def _checked(
     name: str, tensors: Sequence[torch.Tensor], group: ProcessGroup, *, are_written: bool
 ) -> tuple[list[torch.Tensor], bool]:
-    """Check the tensors. Return them after `checks.resolved`, and whether one of them is a FakeTensor.
+    """Check the tensors. Return them as `checks.resolved` gives them, and whether one of them is a FakeTensor.
 
     See Note [Tensors that are no memory] in `tensors.checks`.
     """

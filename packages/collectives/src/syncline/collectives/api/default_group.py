@@ -107,7 +107,7 @@ def init_process_group(
 
     A process with SYNCLINE_JOIN=1 in its environment joins a running job over Gloo. In this process, pass the `init_method`
     ("file://") or the store of the job. `rank`, `world_size` and the launcher's values are ignored. The returned group has only
-    this rank. To enter the job, the process calls `admit` of this group, and the members of the job call `admit` of theirs.
+    this rank. To enter the job, the process calls `admit` of this group. The members of the job call `admit` of their group.
 
     Args:
         backend: a name from `backend_names()`, or a name for each type of device, such as "cpu:mpi,cuda:nccl". None takes the
@@ -120,10 +120,10 @@ def init_process_group(
         timeout: the time limit of each collective, in seconds or as a timedelta. None takes the environment variable
             `SYNCLINE_TIMEOUT_S`, or otherwise the site file's limit, or otherwise 30 minutes.
         world_size: number of ranks; -1 takes the launcher's number. If you pass a number to a process that a launcher started,
-            it must be the launcher's number. Only in a child process of a rank may it be a different one.
+            it must be the launcher's number. Only a child process of a rank may pass a different number.
         rank: this process's rank; -1 takes the launcher's rank. For other values, see `world_size`.
-        store: instead of an `init_method`, a store of the package `stores` or a `torch.distributed.Store`, without keys of an
-            earlier run.
+        store: replaces `init_method`: a store of the package `stores` or a `torch.distributed.Store`. It must hold no keys of
+            an earlier run.
         communicator: an mpi4py communicator. Its ranks become the ranks of the group, and only these ranks call this function.
         reproducible: if true, reductions give the same bits in every run; the backend's documentation states the cost. None
             takes the site file's value, or otherwise False. (Within one run, all ranks always get the same bits.)
@@ -147,10 +147,10 @@ def init_process_group(
     launch, is_known = None, False
     try:
         _check_arguments(world_size, rank, init_method, store)
-        world_size, rank = int(world_size), int(rank)  # integers of NumPy are none for JSON
+        world_size, rank = int(world_size), int(rank)  # JSON cannot encode integers of NumPy
         settings, joins = load_settings(os.environ), _joins(os.environ)
         timeout_s = seconds(timeout, settings.timeout_s)
-        # A communicator has the ranks, so the launcher's variables are not read.
+        # A communicator knows its ranks, so do not read the launcher's variables.
         if communicator is None:
             launch = take_launch(os.environ, is_given=joins or (rank != -1 and world_size != -1))
         else:
@@ -279,7 +279,7 @@ def destroy_process_group() -> None:
 def replace_default_group(old: ProcessGroup, new: ProcessGroup) -> bool:
     """Make `new` the default group if `old` is the default group. Returns whether `old` was the default group.
 
-    All ranks of `new` call this function, which calls each function that was given to `follow_default_group`.
+    All ranks of `new` call `replace_default_group`. It calls each function that was given to `follow_default_group`.
 
     Raises:
         TransportError: a rank was lost while a function of `follow_default_group` ran. `new` is the default group nevertheless.
@@ -296,7 +296,7 @@ def replace_default_group(old: ProcessGroup, new: ProcessGroup) -> bool:
 
 
 def follow_default_group(follower: Callable[[ProcessGroup], None]) -> None:
-    """Let `replace_default_group` call a function, which may communicate, with each new group."""
+    """Let `replace_default_group` call `follower` with each new group. `follower` may communicate."""
     if follower not in _followers:
         _followers.append(follower)
 
@@ -345,7 +345,7 @@ def rank_in(group: ProcessGroup, rank: int | None, group_rank: int | None, *, de
     `default` is the result if `rank` and `group_rank` are None.
 
     Raises:
-        InvalidArgumentError: both ranks are given, or none and there is no default, or `rank` is not in the group.
+        InvalidArgumentError: both ranks are given, or `rank` is not in the group, or there is neither a rank nor a default.
     """
     for given in (rank, group_rank):
         if given is not None and not is_integer(given):

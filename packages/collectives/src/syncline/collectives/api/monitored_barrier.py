@@ -55,13 +55,13 @@ class _Messages:
 
     Note [Messages of the monitored barrier]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Each rank counts its calls. A message is two numbers: the call of the other rank (not rank 0), and the question. The
-    question is the number of rank 0's call, or 0 for no question.
+    Each rank counts its calls. A message goes to or from rank 0. It is two numbers: the number of the other rank's call, and
+    the question. The question is the number of rank 0's call, or 0 for no question.
 
     1. A rank other than 0 calls the function, and sends (the number of its call, no question).
     2. When all ranks have come, rank 0 asks each rank whether it still waits: (the rank's call, the call of rank 0).
-    3. A rank that still waits in this call sends the two numbers back. A rank whose call has timed out sends nothing. If this
-       rank calls the function again, it sends its new call's number, and rank 0 asks about the new call.
+    3. A rank that still waits in this call sends the two numbers back. A rank whose call has timed out sends nothing. When
+       such a rank calls the function again, it sends its new call's number, and rank 0 asks about the new call.
     4. When all ranks have answered, rank 0 sends each rank (the rank's call, no question), and the rank's call returns.
 
     Messages about other calls are left over from barriers that timed out, and are ignored.

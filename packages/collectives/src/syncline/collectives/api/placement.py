@@ -32,7 +32,7 @@ def placement_of(group: ProcessGroup | None = None) -> Placement:
 def _find(group: ProcessGroup) -> Placement:
     if group.size == 1:
         return place(0, [host_identity()])
-    # The ranks have not exchanged their hosts: for example, a group of torch, or a group after a loss or an admission.
+    # The ranks have not exchanged their hosts, for example in a group of torch, or in a group after a loss or an admission.
     if group.hosts is None:
         return place(group.rank, exchange_objects(host_identity(), group=group))
     return place(group.rank, [from_words(group.hosts[rank]) for rank in group.ranks])

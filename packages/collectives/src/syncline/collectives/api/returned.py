@@ -178,7 +178,7 @@ def all_gather_rows(tensor: torch.Tensor, group: ProcessGroup | None = None, asy
 
     Raises:
         InvalidArgumentError: the tensor has no dimension.
-        DisagreementError: dtypes, or dimensions other than the first, differ. Every rank raises this error.
+        DisagreementError: the dtypes differ, or dimensions other than the first differ. Every rank raises this error.
     """
     return _first(all_gather_rows_coalesced([tensor], group, async_op), async_op=async_op)
 
@@ -432,7 +432,7 @@ def all_to_all_rows(
     Raises:
         InvalidArgumentError: the splits do not add up to the number of rows. Or `splits` is None, and the number of rows is not
             a multiple of the number of ranks. Or the tensor has no dimension.
-        DisagreementError: dtypes, or dimensions other than the first, differ. Every rank raises this error.
+        DisagreementError: the dtypes differ, or dimensions other than the first differ. Every rank raises this error.
     """
     chosen = resolve_group(group)
     checks.refuse_no_tensors("all_to_all_rows", chosen.place(), tensor=tensor)
@@ -534,7 +534,7 @@ def _by_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 def _shaped(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     # Autograd lets no caller change a view in place. And views share a version counter, so a change of one result would look
-    # like a change of the other results. `data` is the same memory, but no view, and has a counter of its own.
+    # like a change of the other results. `data` has the same memory, but is not a view, and has its own counter.
     return part.view(shape).data
 
 

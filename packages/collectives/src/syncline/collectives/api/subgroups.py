@@ -118,7 +118,7 @@ def different_requests(requests: Sequence[str], place: str) -> str:
 
 def _sorted(ranks: Iterable[int]) -> list[int]:
     try:
-        return sorted(int(operator.index(rank)) for rank in ranks)  # `int`: the ranks compare texts, and a bool has another
+        return sorted(int(operator.index(rank)) for rank in ranks)  # ranks compare texts, and a bool has another text
     except TypeError as error:
         raise InvalidArgumentError(f"expected a list of ranks, found {ranks!r}") from error
 
