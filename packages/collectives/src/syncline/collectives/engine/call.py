@@ -54,19 +54,19 @@ class Signature(NamedTuple):
 
     @property
     def reduction(self) -> Reduction:
-        """The reduction, of a collective that has a reduction."""
+        """The reduction. Only for a collective that reduces."""
         assert self.op is not None
         return self.op
 
     @property
     def root_rank(self) -> int:
-        """The root's rank in the group, of a collective that has a root."""
+        """The root's rank in the group. Only for a collective with a root."""
         assert self.root is not None
         return self.root
 
     @property
     def element_dtype(self) -> torch.dtype:
-        """The dtype of the main tensor, of a call that has a tensor."""
+        """The dtype of the main tensor. Only for a call with a tensor."""
         assert self.dtype is not None
         return self.dtype
 
@@ -135,7 +135,7 @@ class Call:
         writes: tensors that the call writes.
         mark: a text for errors and for the comparison of calls, or None; see `ProcessGroup.marked`.
         position: the call's index, from 0, in the order in which the group runs its calls. None before the call begins, or
-            without a number.
+            if `number` is None.
         state: QUEUED, RUNNING, DONE or FAILED.
         issued_at: seconds since the epoch, by this rank's clock.
         scope: ends the call's waits; None before the call begins.

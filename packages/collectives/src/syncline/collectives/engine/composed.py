@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class DelegatingGroup(ProcessGroup):
-    """Passes every call on to one of its member groups. All have the same ranks in the same order."""
+    """Passes every call on to one of its member groups. All member groups have the same ranks in the same order."""
 
     def __init__(self, groups: Sequence[ProcessGroup]) -> None:
         first = groups[0]
@@ -106,11 +106,11 @@ class DelegatingGroup(ProcessGroup):
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
         """Compare the calls of each member group separately."""
         works = [work for group in self._all if (work := group.agree_on_calls(async_op=async_op)) is not None]
-        # If no group returns a work, no group compares anything, or groups over NCCL compare on another thread.
+        # If no group returns a work, there is nothing to wait for. Groups over NCCL may compare on another thread.
         return self._together(works, "agree_on_calls", async_op) if works else None
 
     def _all_reduce_sparse(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
-        # One group carries out the whole reduction, also the calls that it issues from callbacks.
+        # One group carries out the whole reduction, including the calls that the reduction issues from callbacks.
         return self._choose(tensor.device.type).all_reduce(tensor, op, async_op=async_op)
 
     @override
@@ -292,15 +292,16 @@ class RoundRobinGroup(DelegatingGroup):
 
     @override
     def _choose_for_transfers(self, device_type: str) -> ProcessGroup:
-        # Only two ranks take part in a transfer. If it took a turn, these ranks would choose other groups for later collectives
-        # than the other ranks. One group for all transfers also keeps their order, their tags and receives from any rank.
+        # Only two ranks take part in a transfer. If a transfer took a turn, these two ranks and the other ranks would choose
+        # different groups for later collectives. One group for all transfers also keeps their order and their tags, and lets a
+        # rank receive from any rank.
         return self.groups[0]
 
     @override
     def _issue(
         self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
     ) -> Work:
-        # A barrier is over when all ranks have entered it in every group. Each group compares its calls there.
+        # A barrier is over when all ranks have entered it in every group. In the barrier, each group compares its calls.
         if signature.name == "barrier":
             return self._together([group.barrier(async_op=True) for group in self.groups], "barrier", async_op)
         return super()._issue(signature, reads, writes, async_op)

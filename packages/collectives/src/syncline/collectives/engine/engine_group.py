@@ -43,8 +43,8 @@ LONGEST_REPORT_S = 10.0
 class EngineGroup(ProcessGroup, Inherited):
     """The common base of the groups that carry out calls themselves.
 
-    It keeps a `Plan` for each signature, a record of the last calls (`recorder`), the first failure, and a digest of all calls,
-    which the ranks compare.
+    The group keeps a `Plan` for each signature, a record of the last calls (`recorder`), and the first failure. It also keeps a
+    digest of all calls, which the ranks compare.
 
     Args:
         carrier: exchanges numbers and texts between the ranks.
@@ -95,8 +95,8 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @override
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
-        # Look at the last plan first, because such tensors may have several plans, with different reductions or roots. Look at
-        # a copy, because the group's thread may add a plan meanwhile.
+        # Look at the newest plan first, because such tensors may have several plans, with different reductions or roots. Look
+        # at a copy, because the group's thread may add a plan meanwhile.
         wanted = (name, tensor.dtype, tensor.shape)
         for signature, plan in reversed(list(self._plans.items())):
             if (signature.name, signature.dtype, signature.shape) == wanted:
@@ -186,7 +186,7 @@ class EngineGroup(ProcessGroup, Inherited):
     def _refusal(self, signature: Signature) -> GroupClosedError:
         if self._is_in_fork:
             return not_the_rank(signature.name, self.place())
-        # A script may keep the old group after a change of ranks. Only the newer group helps such a script.
+        # A script may still use the old group after `shrink` or `admit`. Then the error points to the newer group.
         return self._words.replaced(signature) if self._is_replaced else self._words.closed(signature)
 
     def _check_usable(self, signature: Signature) -> None:
@@ -199,11 +199,11 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @abstractmethod
     def _note_failure_is_seen(self) -> None:
-        """Note that the program has seen the first failure, if there is one. Otherwise `close` raises the failure."""
+        """Note that the program has seen the first failure, if there is one, so that `close` does not raise the failure."""
 
     def _reported(self, failure: BaseException) -> BaseException:
         """Write a report. Return the failure; if it is a `SynclineError`, its text then names the report's folder."""
-        # A report for each such loss would hide the real failures.
+        # A report for each expected loss would hide the real failures.
         if self._is_expected(failure):
             return failure
         if self._reporter is None or not isinstance(failure, Exception):  # no report after Ctrl-C
@@ -249,9 +249,9 @@ class EngineGroup(ProcessGroup, Inherited):
         Raises:
             DisagreementError: the ranks have made different calls. Over MPI with `check_calls`, also if another rank makes a
                 further call while this rank closes.
-            SynclineError: a call has failed or does not finish, and the program has not seen the error: it has not waited for
-                the work or asked for its future, and no later call has raised an error. After `expect_losses(True)`, this
-                method raises no `TransportError` of a call.
+            SynclineError: a call has failed or does not finish, and the program has not seen the error. The program has seen
+                the error if it waited for the work, asked for the work's future, or got an error from a later call. After
+                `expect_losses(True)`, this method raises no `TransportError` of a call.
             MisuseError: the method was called in a callback of this group.
         """
         if self._queue.is_running_here():
@@ -265,7 +265,7 @@ class EngineGroup(ProcessGroup, Inherited):
             release_if_held(self._closing)
             raise
         try:
-            # Another thread has closed the group meanwhile, or this thread closes it just now, and a signal's handler runs.
+            # Another thread has closed the group meanwhile. Or this thread is closing it, and a signal's handler calls `close`.
             if self._closed or self._is_closing:
                 return
             self._is_closing = True
@@ -282,7 +282,7 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @abstractmethod
     def _meet_before_close(self) -> None:
-        """Wait until the other ranks close the group, too, and compare all calls with them, if this group needs it."""
+        """If this group needs it, wait until the other ranks close the group, too, and compare all calls with them."""
 
     @abstractmethod
     def _close(self) -> None:

@@ -49,8 +49,8 @@ _FREE_S = 5.0
 # How long the monitor waits for a report before it ends the process.
 _REPORT_S = 2.0
 
-# After a call was given up, a library may still write to its tensors, so their memory must not be freed at once. So we keep the
-# call's error: its traceback holds the frames, and the frames hold the tensors and their contiguous copies.
+# After a group has given up a call, a library may still write to the call's tensors, so their memory must not be freed at once.
+# So we keep the call's error: its traceback holds the frames, and the frames hold the tensors and their contiguous copies.
 #
 # Only the latest errors are kept, because a job that makes a new group after each failure must not need more memory each time.
 # A group fails only once: after its first failure it starts no other call, and its transport gives up. So an error is dropped
@@ -121,7 +121,7 @@ class HostGroup(EngineGroup):
         self._checks_calls = check_calls and size > 1
         self._stall_warning_s = 0.0
         self._stall_watch: StallWatch | None = None
-        # Whether this rank may close the library's objects: no other rank uses them any more.
+        # Whether this rank may close the library's objects: true if no other rank uses them any more.
         self._all_close = size == 1 or not transport.closes_together
         # Only a group that knows its processes can say which rank is lost, so only such a group is watched.
         if liveness is not None:
@@ -251,12 +251,12 @@ class HostGroup(EngineGroup):
             work.succeed()
         except BaseException as error:
             work.fail(error)  # a waiter on another thread must get any error
-            # An interrupt such as Ctrl-C. The interrupted thread may wait for a later work, or this work may have succeeded
-            # before. Then no wait would raise the interrupt. (No interrupt comes on the queue's thread, which must go on.)
+            # Raise an interrupt such as Ctrl-C here, because no wait may raise it: the interrupted thread may wait for a later
+            # work, or this work may have succeeded before. (The queue's thread gets no interrupts, and must go on.)
             is_interrupt = not (isinstance(error, Exception) or self._queue.is_own_thread())
             if is_interrupt or work.has_succeeded():
                 raise
-        # Only now: `abort` ends the works that are in this set.
+        # Not earlier, because `abort` ends only the works in this set.
         self._in_flight.discard(work)
 
     def _run(self, call: Call, body: Body, order: StreamOrder | None) -> None:
@@ -321,7 +321,7 @@ class HostGroup(EngineGroup):
     def _check_same_splits(self, call: Call) -> None:
         """Check that the splits of all ranks match. Cost: an all-gather of two numbers for each pair of ranks."""
         expected, sent = call.signature.splits or ((), ())
-        # Every rank sends the same number of numbers, so this all-gather works even if the splits disagree.
+        # Every rank sends 2 * size numbers, so this all-gather works even if the splits disagree.
         mine = torch.tensor([*expected, *sent], dtype=torch.int64, device="cpu")
         block = empty_block(mine, self.size)
         signature = Signature.of("all_gather_into_tensor", mine, detail=f"splits of {call.signature.name}")
@@ -335,7 +335,7 @@ class HostGroup(EngineGroup):
         # A group of one has nobody to compare with. Every other group without a history compares each call before it runs.
         if not self._compares_later:
             return None
-        # The call has no number in the history, but all ranks issue it. So a callback that is attached after it is late.
+        # This call is not in the history, but all ranks issue it, so count it. It makes callbacks attached afterwards late.
         self._queue.issue("agree_on_calls", self.place)
         return self._start(
             Signature("agree_on_calls"), (), (), lambda call: self._agreed.same_history(call.scope), async_op, is_numbered=False
@@ -349,7 +349,7 @@ class HostGroup(EngineGroup):
     # ---- memory ----
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        """As `ProcessGroup.allocate`. Allocating host memory takes its turn like a collective."""
+        """As `ProcessGroup.allocate`. An allocation of host memory waits for its turn, like a collective."""
         # The transport has fast memory only on the host; torch allocates the rest.
         if torch.device(device).type != "cpu":
             return super().allocate(numel, dtype, device)
@@ -383,7 +383,8 @@ class HostGroup(EngineGroup):
 
         def deliver() -> None:
             with ExitStack() as entered:
-                # The future's thread may copy, whose current stream is not the program's. Any stream may use the tensor next.
+                # The copy may run on the future's thread, whose current stream is not the program's. Any stream may use the
+                # tensor next.
                 if order is not None and self._device is not None:
                     entered.enter_context(order.entered())
                     entered.callback(self._device.finish, tensor)
@@ -410,7 +411,7 @@ class HostGroup(EngineGroup):
             if self._first_failure is not None or (self._is_over and self._is_closing):
                 self._note_failure_is_seen()
                 return self._words.ended(self._first_failure)
-            # Without a peer, such as in a group of one, no source can say that the transfer is in vain.
+            # In a group of one there is no peer that could be lost.
             if not peers:
                 return None
             return next(filter(None, (source.transfer_reason_to_give_up(peers) for source in sources)), None)
@@ -537,7 +538,7 @@ class HostGroup(EngineGroup):
         """
         self._closed = True
         self._stop_watching()
-        # A call that fails at its own time limit writes its report first. Its error says more than an error of this method.
+        # Give a call that fails at its time limit the time to write its report: its error says more than one of this method.
         drained = self._queue.drain(self.timeout_s + LONGEST_REPORT_S)
         self._is_over = True
         self._plans.clear()
@@ -582,7 +583,7 @@ class HostGroup(EngineGroup):
         if running is not None:
             running.scope.cancel(failure)
         self._transport.abort()
-        # A copy, because a work that ends on the queue's thread removes itself meanwhile.
+        # Go through a copy, because a work that ends on the queue's thread removes itself meanwhile.
         for work in list(self._in_flight):
             work.fail(failure)
         self._queue.stop()
@@ -666,7 +667,7 @@ class HostGroup(EngineGroup):
 class GroupWork(PendingWork):
     """The work of a queued call. A callback of the same group may also wait for this work.
 
-    `tell` is called when the program sees the error of this work, or can see it because it has the future.
+    `tell` is called when the program sees the error of this work, or has a future that raises the error.
     """
 
     __slots__ = ("_issued", "_order", "_queue", "_tell", "_was_waited_for")
@@ -690,13 +691,13 @@ class GroupWork(PendingWork):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Block until the call is finished.
 
-        In a callback of the group, or if `timeout` is None and no other thread runs a call, this thread runs the queued calls
-        itself, up to this call.
+        This thread may run the queued calls itself, up to this call. It does so in a callback of the group, or if `timeout` is
+        None and no other thread runs a call.
         """
         if self._queue.is_running_here():
             # Inside a callback this thread has the turn, so no other thread can run the queued call.
             self._queue.run_until(self.is_completed)
-        elif timeout is None and not modes_active():  # calls that run here ignore `timeout`, and a mode would see them
+        elif timeout is None and not modes_active():  # calls that run here ignore `timeout`, and modes see them
             self._queue.help(self.is_completed)
         try:
             super().wait(timeout)
@@ -727,7 +728,7 @@ class GroupWork(PendingWork):
     @override
     def get_future(self) -> TensorsFuture:
         future = super().get_future()
-        # Only now: if the call fails later, `fail` finds the future.
+        # Look only after the future is set: if the call fails later, `fail` finds the future.
         if self._error is not None:
             self._tell()
         return future

@@ -48,16 +48,16 @@ class Queue:
     3. A task issued *from a callback of a running task* runs at once, inside the callback. So the callback may wait for this
        task.
     4. If a callback waits for a queued task, or for a future that depends on this task, the callback's thread runs the queue up
-       to this task (`run_until`), and no further: later tasks must not come before calls that the callback issues next. A wait
-       for anything else, such as a send or a call of another group, runs no task. This does not work for futures that torch
-       makes, such as `torch.futures.collect_all`.
+       to this task (`run_until`). It does not run later tasks, because calls that the callback issues next come before them. A
+       wait for anything else, such as a send or a call of another group, runs no task. In particular, a wait for a future that
+       torch makes, such as `torch.futures.collect_all`, runs no task, and may never end.
     5. If a thread outside of callbacks waits for a task while the turn is free, this thread runs the queue up to this task
        (`help`), because waking another thread takes longer than a small collective. Callbacks may want a lock that the waiting
-       thread holds. So the thread hands them over to the queue's thread (`hand_over`), which runs them before all queued tasks.
-       The wait ends when the queue's thread has completed the future, but does not wait for the callbacks.
+       thread holds. So this thread hands callbacks over to the queue's thread (`hand_over`), which runs them before all queued
+       tasks. The wait ends when the queue's thread has completed the future, but does not wait for the callbacks.
     6. Over NCCL, tasks are usually short: they put work on a stream. So nothing is queued, and each thread waits until it gets
        the turn (`run_in_turn`). Threads that wait at the same time may get the turn in any order. Callbacks run after the turn:
-       see Note [Order over NCCL] in `transports.nccl.group`. A queue is used in this way only, or in the other ways only,
+       see Note [Order over NCCL] in `transports.nccl.group`. A group uses either only `run_in_turn` or never `run_in_turn`,
        because `run_in_turn` does not look at queued tasks.
 
     Every rank must issue the same calls from its main thread, and attach the same callbacks to each call before the next call.
@@ -65,9 +65,9 @@ class Queue:
 
     Note [Late callbacks]
     ~~~~~~~~~~~~~~~~~~~~~
-    A callback is late if the group has issued other calls between the callback's call and the moment at which the program
-    attaches the callback. One rank may run a late callback before these other calls, and another rank after them. So the queue
-    refuses calls from late callbacks. All ranks decide alike, because only counts of calls matter.
+    A callback belongs to the call of its future. The callback is late if the group has issued other calls after this call, and
+    before the program attaches the callback. One rank may run a late callback before these other calls, and another rank after
+    them. So the queue refuses calls from late callbacks. All ranks decide alike, because only counts of calls matter.
 
     If the program has already waited for the work, the callback runs at once on every rank, and is not late. The queue also
     guards callbacks of the futures that `then` returns, and of calls that consist of several calls, such as coalesced calls. It
@@ -162,7 +162,7 @@ class Queue:
                 start_thread(thread)
                 _started.add(self)
                 self._thread = thread
-            # Notify first, so that Ctrl-C between these two lines leaves no task of which the queue's thread does not know.
+            # Notify first. In the other order, Ctrl-C between the two lines could leave a task that the thread does not notice.
             self._changed.notify_all()
             self._tasks.append(task)
         return True
@@ -345,9 +345,9 @@ class Queue:
         try:
             tasks.popleft()
             task()
-        # An interrupt, such as Ctrl-C, has come before the task was over, because tasks raise no errors. Threads may wait for
-        # the task without a time limit. So put it back for the queue's thread, which gets no interrupts. (On that thread, an
-        # error is a bug, and later tasks must not wait behind this one.)
+        # Tasks raise no errors, so this is an interrupt, such as Ctrl-C, that came before the task was over. Threads may wait
+        # for the task without a time limit. So put it back for the queue's thread, which gets no interrupts. (On that thread,
+        # an error is a bug, and later tasks must not wait behind this one.)
         except BaseException:
             if not self.is_own_thread():
                 if not (tasks and tasks[0] is task):
@@ -394,7 +394,7 @@ class GuardedFuture(GroupFuture):
     @override
     def _following(self, devices: Devices) -> GuardedFuture:
         following = GuardedFuture(self._queue, self._number, devices)
-        following.was_waited_for = self.was_waited_for  # so this future is done, and the new one is done at once
+        following.was_waited_for = self.was_waited_for  # if true, this future is done, so the new one completes at once
         return following
 
     @override

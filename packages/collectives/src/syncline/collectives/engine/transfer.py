@@ -26,8 +26,8 @@ class TransferWork(Work):
         deliver: called when the request has succeeded, for example to copy the data to the program's tensor.
         describe: returns the transfer's name for error messages.
         timeout_s: the default time limit of `wait`, in seconds.
-        ask: returns an error if the transfer can never end or its group has ended, or None. The waiting thread calls this
-            function now and then, if the library lets it.
+        ask: returns an error if the transfer can never end or its group has ended, else None. If the library allows it, the
+            waiting thread calls this function now and then.
         explain: takes an error of the transport. Returns an error that names the lost rank behind this error, or None.
     """
 
@@ -113,7 +113,7 @@ class TransferWork(Work):
         try:
             self.wait()
         except BaseException as error:  # noqa: BLE001 - the future's waiters must get it
-            # At its time limit, `wait` does not end the transfer. But no other code would then complete the future.
+            # At its time limit, `wait` leaves the transfer in flight. End it here, because nothing else completes the future.
             self._outcome.fail(error)
 
     def _drive_within(self, timeout_s: float) -> None:

@@ -268,7 +268,7 @@ class LibraryTransport(Transport):
     ) -> None:
         """Send `input_counts[r]` elements to rank r, and receive `output_counts[r]` elements from rank r.
 
-        `tensor` and `output` are the parts in the order of ranks.
+        `tensor` has the parts to send, and `output` gets the received parts, both in the order of ranks.
         """
 
 

@@ -96,7 +96,7 @@ def no_memory(tensor: torch.Tensor) -> str | None:
         )
     if tensor.is_nested:
         return "expected a tensor of one shape, found a nested tensor; pass its values, or to_padded_tensor()"
-    # `unusable` refuses sparse and meta tensors by layout and device, which tells the user more.
+    # `unusable` refuses sparse and meta tensors, and its error names their layout or device.
     if tensor.layout is not torch.strided or tensor.is_meta or _has_memory(tensor):
         return None
     if is_functorch_wrapped(tensor):
@@ -129,7 +129,7 @@ def is_list(value: object, kind: type = object) -> bool:
     """Whether `value` has a length and indexed entries, all of type `kind`. A tensor or a text is not a list here."""
     if isinstance(value, torch.Tensor | str | bytes | Mapping):
         return False
-    # Not `Sequence`: torch's ParameterList and numpy's arrays are lists, too, but are not derived from it.
+    # Do not test for `Sequence`: torch's ParameterList and numpy's arrays are lists, too, but not derived from `Sequence`.
     try:
         len(value)  # type: ignore[arg-type]  # an array of NumPy without a dimension has `__len__`, but no length
     except TypeError:
@@ -266,7 +266,7 @@ def bad_splits(what: str, tensor: torch.Tensor, splits: Sequence[int] | None, si
 
 def overlapping(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> str | None:
     """Return an error text if two outputs, or an output and an input, share memory."""
-    # Go through the tensors in the order of their first bytes: each can only overlap earlier tensors. Two inputs may overlap.
+    # Sort the tensors by their first byte, and compare each tensor with the earlier ones. Two inputs may overlap.
     extents = sorted((*_extent(tensor), is_output) for tensor, is_output in _marked(outputs, inputs) if tensor.numel())
     written_to = read_to = -1
     for start, end, is_output in extents:

@@ -77,8 +77,8 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
         with writing(tensor):
             tensor.copy_(_total(group, mine, list(counts), op))
 
-    # The later all-gathers depend on the first one. In a callback of such a group, they could come before another collective of
-    # the program on one rank, and after it on another rank.
+    # The later all-gathers depend on the first one. Without a total order, do not issue them from a callback: they could come
+    # before another collective of the program on one rank, and after it on another rank.
     if not group.has_total_order:
         group.all_gather(heads, head)
         gather_elements()
@@ -107,7 +107,8 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
 def _total(group: Gatherer, mine: torch.Tensor, counts: list[int], op: Reduction) -> torch.Tensor:
     """Gather the elements of all ranks, and return their sum or mean.
 
-    In a group with a total order, called in a callback of the first all-gather. See Note [One total order] in `engine.queue`.
+    In a group with a total order, a callback of the first all-gather calls this function. See Note [One total order] in
+    `engine.queue`.
     """
     values, wide = mine.values(), accumulation_dtype(mine.dtype)
     if isinstance(op, PremulSum):
