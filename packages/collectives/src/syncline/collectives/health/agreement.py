@@ -45,7 +45,7 @@ _TELL_S = 60.0
 # How many of its last calls, and how many bytes, a rank sends to the others when the calls differ.
 _LAST_CALLS = 12
 _MOST_BYTES = 8192
-# The multiplier is odd, with the well mixed bits of the golden ratio. The mask makes results fit the numbers that ranks send.
+# The multiplier is odd, and has the well mixed bits of the golden ratio. The mask keeps results small enough to be sent.
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK = (1 << 62) - 1
 
@@ -179,7 +179,7 @@ class Agreement:
             largest, negative_smallest, started_ns = self._carrier.maximum((mine, -mine, time.time_ns()), scope)
             if largest != -negative_smallest:
                 raise DisagreementError(different_options(self._statements(text, scope)))
-        # For a call, the group turns a TimeoutError into a `CollectiveTimeout`. This comparison is not a call, so do it here.
+        # For a call, the group turns a TimeoutError into a `CollectiveTimeout`. This comparison is not a call: convert it here.
         except TimeoutError as error:
             raise CollectiveTimeout(
                 f"rank {self._rank} has connected, but not all ranks compared their options: {error}"

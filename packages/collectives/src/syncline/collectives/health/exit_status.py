@@ -3,8 +3,8 @@
 In Python, neither `sys.excepthook` nor `atexit` can see the status of `sys.exit(3)`. So this module wraps `sys.exit`, `exit`
 and `quit`. They raise SystemExit, which counts only if no code catches it.
 
-Python frees an uncaught exception when no frame of the main thread is left, and a caught exception earlier. If other code keeps
-the exception alive, the module treats the exception as caught.
+Python frees an uncaught exception when no frame of the main thread is left. It frees a caught exception earlier. If other code
+keeps the exception alive, the module treats the exception as caught.
 
 If a script itself raises SystemExit (`raise SystemExit(3)`), only `syncline run` knows the status before the process ends.
 """
@@ -80,9 +80,9 @@ def exit_status() -> int:
 
 
 def let_go(stream: TextIO) -> None:
-    """Let what is left in the buffer of a stream go nowhere, because nobody reads the stream any more.
+    """Discard what is left in the buffer of a stream. Call this function if nobody reads the stream any more.
 
-    Python flushes the standard streams at exit. If this fails, Python replaces the exit status by 120.
+    Python flushes the standard streams at exit. If the flush fails, Python replaces the exit status by 120.
     """
     with suppress(AttributeError, OSError, ValueError):  # not a file, or closed
         nothing = os.open(os.devnull, os.O_WRONLY)

@@ -2,13 +2,13 @@
 
 Note [Who will not come]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A rank that leaves the job sends a notice (`Leaving`) to the other ranks: how many collectives of each group it has started. All
-ranks run the collectives of a group in the same order. So if a member has started fewer than k collectives and leaves,
-collective k of the group never ends. Earlier collectives still finish, because the member waits in a barrier before it exits,
-and its library goes on working meanwhile.
+A rank that leaves the job sends a notice (`Leaving`) to the other ranks. The notice says how many collectives of each group
+the rank has started. All ranks run the collectives of a group in the same order. So if a member has started fewer than k
+collectives and leaves, collective k of the group never ends. Earlier collectives still finish, because the member waits in a
+barrier before it exits, and its library goes on working meanwhile.
 
-Sends and receives have no place in this order. A rank that waits for a message from a rank that has left waits 2 more seconds
-after the notice. Then it raises an error.
+Sends and receives have no place in this order. If a rank waits for a message from a rank that has left, it waits 2 more
+seconds after the notice, then raises an error.
 """
 
 from __future__ import annotations

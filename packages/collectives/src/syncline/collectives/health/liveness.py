@@ -59,7 +59,7 @@ class ProcessIdentity:
             return None
         try:
             found = _stat(self.pid)
-        # This process cannot look, for example because it has no file descriptor left. That says nothing about the other one.
+        # This process cannot look, for example because it has no file descriptor left. The other process may still run.
         except OSError:
             return None
         # No such process, another process that got the same id later, or a zombie.
@@ -126,7 +126,7 @@ def _stat(pid: int) -> tuple[str, int] | None:
 class Run:
     """The current run of the job, and this process's rank in the run.
 
-    `size` is the number of ranks in the first group. `pid` differs from the process id of a forked child.
+    `size` is the number of ranks in the first group. `pid` is the rank's process id; a forked child has another process id.
     """
 
     name: str

@@ -2,14 +2,15 @@
 
 Note [Who ends a call]
 ~~~~~~~~~~~~~~~~~~~~~~
-A call runs on one thread: the caller's, or the thread of the group's queue. The call can be ended in three ways, in this order:
+A call runs on one thread: the caller's, or the thread of the group's queue. There are three ways to end the call, which are
+tried in this order:
 
-1. *By this thread.* If the library allows it, the thread checks the call's `CancelScope` while it waits. The scope ends at the
-   time limit, or for a reason such as a lost rank. Then the thread raises the group's error.
+1. *By this thread.* If the library allows it, the thread checks the call's `CancelScope` while the thread waits. The scope
+   ends at the time limit, or for a reason such as a lost rank. Then the thread raises the group's error.
 2. *By the monitor, through the library.* A thread inside a library does not check the scope. Every 0.1 seconds, the monitor
    looks at the running call of each group, and cancels the scope if a rank is lost. If the thread has not noticed the end of
-   the scope for 6 looks (`INTERRUPT_LOOKS`), the monitor calls `interrupt`. (With MPI's ULFM, it revokes the communicator.)
-   Then the library returns with an error, and the thread goes on as in 1.
+   the scope for 6 looks (`INTERRUPT_LOOKS`), the monitor calls `interrupt`. (With MPI's ULFM, `interrupt` revokes the
+   communicator.) Then the library returns with an error, and the thread goes on as in 1.
 3. *By the monitor, through the end of the process.* If the thread has not noticed after 22 looks (`END_LOOKS`), the monitor
    ends the process. A thread that has noticed asks the other ranks for the reason, and may get stuck in the library again. So
    the monitor calls `interrupt` 100 looks after the thread has noticed, and ends the process after 200 looks (`NOTICED_LOOKS`).
@@ -148,7 +149,7 @@ class Escalation:
 class Monitor:
     """Looks at groups until it is stopped. See Note [Who ends a call].
 
-    `end_process` is called with the reason, if the monitor cannot end a call in another way.
+    If the monitor cannot end a call in another way, it calls `end_process` with the reason.
     """
 
     def __init__(self, end_process: Callable[[str], object]) -> None:
@@ -276,7 +277,7 @@ def end_process(words: str) -> None:
         stream.write(f"[syncline] {words}. The library does not return from that call; this process ends here. Stacks:\n")
         stream.flush()
         faulthandler.dump_traceback(file=stream, all_threads=True)
-    # End the process also if the stream is closed, or its reader is gone.
+    # End the process even if the stream is closed, or its reader is gone.
     finally:
         os._exit(END_STATUS)
 

@@ -33,7 +33,7 @@ class Recorder:
     `ranks` are the group's ranks in the default group.
 
     Attributes:
-        members: the group's ranks in the job, as it began. After `shrink`, these differ from `ranks`.
+        members: the group's ranks, as numbered when the job began. After `shrink`, these numbers differ from `ranks`.
     """
 
     def __init__(self, group_name: str, rank: int, ranks: Sequence[int], count: CallCount | None = None) -> None:
@@ -102,8 +102,8 @@ def find_divergence(histories: Mapping[int, Sequence[CallRecord]], begun: Mappin
 
     Args:
         histories: the last calls of each rank.
-        begun: the number of calls with a position that each rank has begun. A rank whose last calls are all without a position
-            is compared only after these calls. None: such a rank has begun no call.
+        begun: how many calls with a position each rank has begun. If no remembered call of a rank has a position, the rank is
+            compared only from this number on. None means 0 for such a rank.
     """
     placed = {rank: _by_position(records) for rank, records in sorted(histories.items())}
     known = {rank: calls for rank, calls in placed.items() if calls}

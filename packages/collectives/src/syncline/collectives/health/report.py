@@ -128,10 +128,10 @@ def _warn_of_unreadable(words: str) -> None:
 
 
 def read_each(paths: Iterable[Path], read: Callable[[Path], T], warn: Callable[[str], object]) -> list[T]:
-    """Call `read` with each path, and return the results. If `read` fails for a path, leave it out, and call `warn` with why.
+    """Call `read` with each path, and return the results. If `read` fails for some paths, call `warn` with each error's text.
 
     Raises:
-        InvalidArgumentError: `read` raised this error for all paths. It is raised before any call of `warn`.
+        InvalidArgumentError: `read` raised this error for all paths. In this case, `warn` is not called.
     """
     found: list[T] = []
     problems: list[str] = []
@@ -150,8 +150,8 @@ def read_each(paths: Iterable[Path], read: Callable[[Path], T], warn: Callable[[
 def merged(every: Sequence[RankReport]) -> str:
     """Return the reports of all ranks as text. A pure function.
 
-    The text names the rank that reported first, and its reason. For each group, it has a table of the ranks, and the result of
-    `sentence`. These come from the latest report of each rank.
+    The text names the rank that reported first, and its reason. For each group, the text has a table of the ranks, and the
+    result of `sentence`. Both are made from the latest report of each rank.
 
     Args:
         every: a result of `read_reports`.
@@ -363,7 +363,7 @@ class Reporter:
         return written[0] if written else None
 
     def _content(self, reason: str) -> dict[str, Any]:
-        # Only the groups with the latest calls, because a job may have made many groups.
+        # Write only the groups with the latest calls, because a job may have made many groups.
         recorders = sorted(self._recorders, key=lambda recorder: recorder.latest(), reverse=True)[:_MOST_GROUPS]
         return {
             "version": 1,
@@ -379,7 +379,7 @@ class Reporter:
                     "rank": recorder.rank,
                     "ranks": recorder.members,  # a reporter keeps its rank after `shrink`
                     "calls": [record.as_dict() for record in recorder.records()],
-                    # Read after the calls: a call that begins meanwhile is then unknown, not missing.
+                    # Read `begun` after the calls: a call that begins meanwhile is then unknown, not missing.
                     "begun": recorder.count.begun,
                 }
                 for recorder in recorders
@@ -389,8 +389,8 @@ class Reporter:
 
 
 def _say(text: str) -> None:
-    # This may run in a signal's handler, and an error would end the training. Standard error may be closed, its reader may have
-    # ended, the handler may have interrupted another write to it, or the program may have put its own object there.
+    # Ignore all errors: this may run in a signal's handler, and an error would end the training. Printing may fail for many
+    # reasons. For example, standard error may be closed, or the handler may have interrupted another write to it.
     try:
         print(text, file=sys.stderr)
     except BrokenPipeError:
@@ -402,7 +402,7 @@ def _say(text: str) -> None:
 def _write_new(folder: Path, stem: str, number: int, text: str) -> None:
     """Write a file that does not exist yet.
 
-    The launcher may kill this process meanwhile, so the text is first written to a hidden file: each report is complete.
+    The launcher may kill this process meanwhile. So write the text to a hidden file first, and rename the file when complete.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     aside = folder / f".{stem}.{os.getpid()}.{number}"
@@ -435,10 +435,10 @@ _STOP_S = 5.0
 
 
 def report_on_signal(reporter: Reporter) -> bool:
-    """Write a report on every SIGUSR1 from now on, also while the main thread is inside a library.
+    """Write a report on every SIGUSR1 from now on, even while the main thread is inside a library.
 
-    An earlier Python handler of the program is still called. A handler that the program sets later replaces Syncline's for
-    good.
+    An earlier Python handler of the program is still called. If the program sets a handler later, that handler replaces
+    Syncline's handler for good.
 
     Returns:
         Whether the signal writes reports. False if the caller is not the main thread, if C code has set a handler, or if the
@@ -483,7 +483,7 @@ class _OnSignal:
         if not self._writing.acquire(blocking=False):
             return
         try:
-            # The main thread and the thread of `_listen` both get each signal. The other one has already written the report.
+            # The main thread and the thread of `_listen` both get each signal. The other thread has already written the report.
             if time.monotonic() - self._latest_s < _ONCE_S:
                 return
             folder = self.reporter.write(_SIGNAL)

@@ -45,7 +45,7 @@ class Statements:
     def packed(self, most_told: int | None = MOST_TOLD) -> str:
         """Return the content as one text, which `add_packed` can read.
 
-        The result has only the `most_told` most frequent texts, and only the ranks of all other texts. None: all texts.
+        The result has only the `most_told` most frequent texts. For all other texts, it has only the ranks. None: all texts.
         """
         texts = sorted(self.ranks, key=lambda text: -len(self.ranks[text]))
         told = [(text, runs(sorted(self.ranks[text]))) for text in texts[:most_told]]

@@ -33,7 +33,7 @@ class ShrinkableGroup(HostGroup):
             transport,
             generation.rank,
             len(generation.members),
-            # `transports.mpi.connection` sets it over MPI, and `transports.gloo.connect` over Gloo. Over threads it is None.
+            # `transports.mpi.connection` and `transports.gloo.connect` set `transport.liveness`. Over threads it is None.
             liveness=transport.liveness,
             leavers=reconnector.leavers(),
             **options,
