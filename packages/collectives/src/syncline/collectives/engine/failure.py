@@ -67,7 +67,10 @@ class FailureWords:
         return TransportError(f"the group was aborted on {self._place}")
 
     def ended(self, first_failure: BaseException | None) -> TransportError:
-        """Return the error of a send or receive in flight when its group ends. `first_failure` is None after `close`."""
+        """Return the error of a send or receive in flight when its group ends.
+
+        `first_failure` is None if the group was closed without a failure.
+        """
         error = TransportError(
             with_details(
                 "the group has ended before this transfer was over, so the wait for it ends, too:",

@@ -218,8 +218,8 @@ def _show(
 ) -> None:
     try:
         _write(measurements, environment, arguments, verdicts)
-    # Also if a file cannot be written, the figures are shown. And they are written first, because printing fails if the reader
-    # of the output has ended.
+    # Print the figures even if a file cannot be written. Write the file first, because printing fails if the reader of the
+    # output has ended.
     finally:
         _print(measurements, environment, verdicts)
 

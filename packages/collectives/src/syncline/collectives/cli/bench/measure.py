@@ -3,9 +3,9 @@
 1. Each subject runs the collective once on known data, and the ranks check the result. If the subject cannot run the collective
    on one rank, all ranks skip the subject.
 2. Each subject runs the collective a few times more, to warm up and to estimate the time of one call.
-3. In each round, every subject takes one sample, in every second round in reverse order. For a sample, the collective runs once
-   without timing, to fill the caches. Then all ranks meet in a barrier, and the collective runs several times. On a GPU, the
-   clock stops when the GPU has finished.
+3. In each round, every subject takes one sample. Every second round has the reverse order. For a sample, the collective runs
+   once without timing, to fill the caches. Then all ranks meet in a barrier, and the collective runs several times. On a GPU,
+   the clock stops when the GPU has finished.
 4. The value of a sample is the average time of one call, on the slowest rank.
 """
 
@@ -46,7 +46,7 @@ class Case:
     def numel(self, world_size: int) -> int:
         """Return the number of elements of `Buffers.block`.
 
-        The size is rounded down, so that all ranks have parts of the same size, but to at least one element for each part.
+        The size is rounded down, so that all ranks have parts of the same size. Each part has at least one element.
         """
         parts = world_size if KINDS[self.collective].has_parts else 1
         return max(1, self.size_bytes // (self.dtype.itemsize * parts)) * parts

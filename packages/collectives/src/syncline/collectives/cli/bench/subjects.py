@@ -36,7 +36,7 @@ class Subject(ABC):
 
     Attributes:
         name: the subject's name on the command line.
-        communicates: whether the subject computes the collective's result. If not, the bench does not check it.
+        communicates: whether the subject computes the collective's result. If not, the bench checks no result.
     """
 
     name: str

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if not _starts_mpi():
         return _examine(arguments)
-    # If this process has inherited that SIGCHLD is ignored, the system keeps no exit status.
+    # This process may have inherited that SIGCHLD is ignored. Then the system would keep no exit status of the child.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     heard, told = os.pipe()
     child = os.fork()
@@ -83,8 +83,8 @@ def _end_with_parent() -> None:
 
 def _say_what_ended(status: int, arguments: argparse.Namespace) -> int:
     """Diagnose without MPI, because the child ended before it printed findings."""
-    # One rank of each node prints. Rank 0 does not print for all ranks, because its child may still wait for the child that
-    # ended, and the launcher may end the job before this wait ends.
+    # One rank of each node prints. Rank 0 cannot print for all ranks: its child may still wait for a child that has ended, and
+    # the launcher may end the job before this wait ends.
     if not is_first(f"{os.getppid()} doctor", run_began_s()):
         return 1
     how = f"with status {status}" if status >= 0 else f"by signal {-status} ({signal.strsignal(-status)})"

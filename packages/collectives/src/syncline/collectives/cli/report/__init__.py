@@ -1,1 +1,1 @@
-"""`syncline report FOLDER` shows files that the ranks of a job wrote, by readers of installed packages."""
+"""`syncline report FOLDER` shows files that the ranks of a job wrote. Installed packages bring readers for these files."""

@@ -117,7 +117,7 @@ def _readers_of(folder: Path, readers: Sequence[ReportReader]) -> list[ReportRea
 
 def _write(path: Path, text: str) -> None:
     try:
-        # Names of files that are not UTF-8 have characters that UTF-8 cannot encode.
+        # If a file's name is not UTF-8, Python's text of the name has characters that UTF-8 cannot encode.
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise InvalidArgumentError(f"cannot write the page {path}: {error.strerror}") from error

@@ -166,7 +166,7 @@ class Answers:
 
         if not members:
             return carrier if self._are_the_jobs_ranks(size, rank) else None
-        # A group of some ranks is split from the default group, so the default group must have the same backend of ours.
+        # A group of some ranks is split from the default group, so both must have the same backend of Syncline.
         import torch.distributed as dist
 
         is_of_all = len(members) == self._job.size == dist.get_world_size()

@@ -101,8 +101,8 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _redirect(arguments: argparse.Namespace, job: Job) -> None:
-    # MPICH's mpiexec gives ranks above 0 an input that never ends, so reading it would block for ever. torchrun's workers read
-    # an end at once.
+    # MPICH's mpiexec gives ranks above 0 an input that never ends, so reading it would block for ever. Under torchrun, the
+    # input of workers ends at once.
     has_endless_input = job.rank > 0 and "HYDI_CONTROL_FD" in os.environ
     if not (has_endless_input or arguments.tag_output or arguments.quiet_others):
         return
@@ -201,7 +201,7 @@ def _run(script: Script, words: Sequence[str], ending: Ending) -> None:
 
 
 def _refuse(message: str, status: int = 2) -> NoReturn:
-    """End this process. Of the ranks of a node that refuse with the same message, only one prints the message."""
+    """End this process. If several ranks of a node refuse with the same message, only one of them prints the message."""
     # The file's name has the parent's process id. Each run of a launcher has its own parent, so no run silences another run.
     if is_first(f"refused-{os.getppid()}-{crc32(message.encode()):08x}", run_began_s()):
         _say(message)

@@ -153,7 +153,7 @@ class Ending:
 def _leave_hydra() -> None:
     """Tell MPICH's mpiexec that this process ends in good order. Otherwise mpiexec would kill the other ranks.
 
-    MPICH's own exit handler tells this, but `os._exit` skips exit handlers.
+    MPICH's own exit handler tells mpiexec, but `os._exit` skips exit handlers.
     """
     number = os.environ.get("PMI_FD", "")
     if number.isdecimal() and "HYDI_CONTROL_FD" in os.environ:

@@ -79,9 +79,9 @@ def _start_processes(command: Sequence[str], count: int) -> int:
         "MASTER_PORT": str(free_port()),
         "TORCHELASTIC_RUN_ID": f"{started_id(os.getpid())}{secrets.token_hex(4)}",
     }
-    # If this process has inherited that SIGCHLD is ignored, the system keeps no exit statuses.
+    # This process may have inherited that SIGCHLD is ignored. Then the system would keep no exit statuses of the ranks.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # A signal that comes while the ranks are started waits for `_supervise`. It would end this process alone.
+    # Let a signal that comes while the ranks start wait for `_supervise`. Otherwise it would end this process alone.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*_SIGNALS, signal.SIGCHLD))
     ranks = list[subprocess.Popen[bytes]]()
     try:
@@ -120,7 +120,7 @@ def _supervise(ranks: list[subprocess.Popen[bytes]]) -> int:
             _send(running, signal.SIGKILL)
         heard = signal.sigtimedwait((*_SIGNALS, signal.SIGCHLD), 1.0)
         was_told |= heard is not None and heard.si_signo in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        # A code above SI_USER is the kernel's: the terminal sends Ctrl-C to all ranks already. Do not send the signal twice.
+        # A code above SI_USER means Ctrl-C at a terminal, which reaches all ranks. Do not send them the signal twice.
         if heard is not None and heard.si_signo != signal.SIGCHLD and heard.si_code <= _SI_USER:
             _send(running, signal.Signals(heard.si_signo))
     failed = next((rank.returncode for rank in ranks if rank.returncode), 0)

@@ -29,14 +29,14 @@ def tag_lines(rank: int) -> None:
     from ...startup.uncaught_errors import flush_output
 
     flush_output()
-    # If a standard stream is closed, a pipe below would get its number. So discard what is written there.
+    # If a standard stream is closed, a pipe below would get the stream's number. So open the null device in its place.
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number that is free
     pipes = [os.pipe(), os.pipe()]
-    # This program goes on in a process that is no child of this rank, because a script may wait for all its children.
+    # Run this file as a program that is no child of this rank, because a script may wait for all its children.
     subprocess.run(
         [sys.executable, "-I", "-S", __file__, f"[{rank}] ", *(str(reading) for reading, _ in pipes)],
         stdin=subprocess.DEVNULL,

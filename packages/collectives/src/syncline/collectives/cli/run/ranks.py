@@ -51,8 +51,8 @@ _CONSTANT = {
     "ROLE_NAME": "default",
     "TORCHELASTIC_RESTART_COUNT": "0",
     "TORCHELASTIC_MAX_RESTARTS": "0",
-    # With torchrun, its agent serves the store and all ranks are clients. Here is no agent: if a script opens a store itself,
-    # rank 0 must serve this store.
+    # With torchrun, its agent serves the store and all ranks are clients. `syncline run` has no agent: if a script opens a
+    # store itself, rank 0 must serve this store.
     "TORCHELASTIC_USE_AGENT_STORE": "False",
 }
 # Without MPI the ranks cannot agree on a port, so each rank computes the port from the job's id, if MASTER_PORT is not set. The
@@ -121,7 +121,7 @@ class Job:
 
 
 def find_job(environ: Mapping[str, str], wanted: int | None) -> Job | None:
-    """Find this process's job. Return None if there is no launcher, so that the caller must start `wanted` ranks.
+    """Find this process's job. Return None if there is no launcher; then the caller must start `wanted` ranks.
 
     In an MPI job, this function starts MPI, and all ranks must call this function. `wanted` is the number that the user asked
     for (`-n`).
@@ -247,8 +247,8 @@ def _launched(launch: Launch, environ: Mapping[str, str]) -> Job:
     with suppress(ImportError):  # `missing_library` below reports that mpi4py is missing
         import mpi4py
 
-        # Set this before the library is loaded. Otherwise mpi4py would finalize MPI also when a forked child of the script
-        # ends, and that would end the MPI of its parent.
+        # Set this before the library is loaded. Otherwise mpi4py would also finalize MPI when a forked child of the script
+        # ends, which would end the parent's MPI.
         mpi4py.rc.finalize = False
     problem = missing_library()
     if problem is not None:
@@ -357,7 +357,7 @@ def _without_mpi(launch: Launch, environ: Mapping[str, str], problem: str) -> Jo
         host, key = "", environ.get("PMIX_NAMESPACE", "")
     host = environ.get("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 else host)
     # Without numbers for this host, all ranks count as ranks of this host. That is wrong if rank 0 is on another host, but the
-    # script may not need these numbers. An MPI launcher has its own variables, so the advice would not help there.
+    # script may not need these numbers. An MPI launcher has its own variables, so the advice below would not help there.
     is_guessed = not launch.is_mpi and None in (launch.local_rank, launch.local_world_size)
     if is_guessed and nodes == 1 and not _is_own(host):
         print(
@@ -371,7 +371,7 @@ def _without_mpi(launch: Launch, environ: Mapping[str, str], problem: str) -> Jo
     if not key and port.isdecimal():
         key = f"{host}:{port}"
     elif not key and nodes == 1:
-        # Whoever started the ranks of one node is probably the parent of all. On another node the parent has another id.
+        # The ranks of one node probably have the same parent process. On another node the parent has another id.
         key = f"parent {os.getppid()}"
     lacks = [name for name, found in (("MASTER_ADDR", host), ("MASTER_PORT", key)) if not found]
     if lacks:
@@ -436,7 +436,7 @@ def _agree_on_address(
         except SynclineError as error:
             problem = str(error)
     with Doors(addresses) as doors:
-        # The user's MASTER_ADDR is tried first. On another node this name may lead to another host, so a try is needed.
+        # Try the user's MASTER_ADDR first. A try is needed, because the name may lead to another host on another node.
         named = [(wanted, door) for _, door in doors.places] if wanted else []
         places, word, problem = world.bcast((named + doors.places, doors.word, problem) if is_host else None)
         tries = is_first_here and not is_host and not problem
