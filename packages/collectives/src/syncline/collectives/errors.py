@@ -54,7 +54,7 @@ def fitted(text: str) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """Return an error's text. If it has no text, like a KeyboardInterrupt, return the name of its class."""
+    """Return an error's text. If the error has no text, like a KeyboardInterrupt, return its class name."""
     return str(error) or type(error).__name__
 
 

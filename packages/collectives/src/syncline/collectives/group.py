@@ -179,7 +179,7 @@ class ProcessGroup(ABC):
 
         Args:
             outputs: `size` tensors with the shape and dtype of `tensor`. `outputs[r]` is overwritten with rank r's tensor.
-            tensor: any shape and dtype; all ranks pass the same shape and dtype. Only read. It may be one of the outputs.
+            tensor: any shape and dtype; all ranks pass the same shape and dtype. Only read. May be one of the outputs.
             async_op: if true, do not wait for the result.
 
         Extra memory: one buffer as large as all outputs together.
@@ -195,7 +195,7 @@ class ProcessGroup(ABC):
 
         Args:
             output: any shape, the dtype of `tensor`, and `size` times as many elements. Overwritten.
-            tensor: any shape and dtype; all ranks pass the same shape and dtype. Only read. It may be this rank's part of
+            tensor: any shape and dtype; all ranks pass the same shape and dtype. Only read. May be this rank's part of
                 `output`.
             async_op: if true, do not wait for the result.
         """
@@ -285,7 +285,7 @@ class ProcessGroup(ABC):
         """Combine the tensors of all ranks, and divide the result into `size` equal parts. Rank r gets part r.
 
         Args:
-            output: any shape. Overwritten. It may be this rank's part of `tensor`.
+            output: any shape. Overwritten. May be this rank's part of `tensor`.
             tensor: any shape, the dtype of `output`, and `size` times as many elements. Only read, unless `output` is a part of
                 `tensor`; then this part is overwritten.
             op: see `ReduceOp`.
@@ -372,7 +372,7 @@ class ProcessGroup(ABC):
         Messages with the same receiver, tag, dtype and size arrive in the order in which they were sent.
 
         Args:
-            tensor: any shape and dtype. Do not write it before the work has finished.
+            tensor: any shape and dtype. Do not write to the tensor before the work has finished.
             dst: another rank in this group.
             tag: a number, 0 or above; the receiver passes the same number. Over NCCL, the only tag is 0. Syncline reserves the
                 tags 32,000 to 32,767.
@@ -404,7 +404,7 @@ class ProcessGroup(ABC):
 
         Args:
             name: "send" or "recv".
-            tensor: the tensor of the transfer. It must not be a FakeTensor.
+            tensor: the tensor of the transfer, not a FakeTensor.
             peer: `dst` of a send, or `src` of a receive.
             tag: the tag of the transfer.
 
@@ -488,7 +488,7 @@ class ProcessGroup(ABC):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
         """Allocate a tensor in the memory that is fastest for collectives of this group.
 
-        Over MPI, for example, this is memory that the ranks of a node share. All ranks call this method, with the same
+        Over MPI, for example, the ranks of a node share this memory. All ranks call this method, with the same
         arguments.
 
         Returns:
@@ -542,15 +542,15 @@ class ProcessGroup(ABC):
             yield
         finally:
             was_used = self._marks.pop(me, None) is None
-            # No call has used the marks, so the outer one is for the next call.
+            # No call has used the marks, so the outer mark is for the next call.
             if outer is not None and not was_used:
                 self._marks[me] = outer
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:  # noqa: ARG002
         """Return the algorithm that this rank has used for a collective on tensors of this dtype and shape.
 
-        The algorithm may also depend on the reduction and the root. If this rank has used several of them on such tensors, the
-        answer is for the reduction and the root that it began to use last.
+        The algorithm may also depend on the reduction and the root. If this rank has used several reductions or roots on such
+        tensors, the answer is for the reduction and the root that the rank began to use last.
 
         Args:
             name: the method's name, such as "all_reduce".
@@ -566,9 +566,9 @@ class ProcessGroup(ABC):
         """Check that all ranks have called the same collectives since the group was made. All ranks call this method.
 
         Returns:
-            The work of the comparison. None if there is nothing to wait for, for one of three reasons: the group compares each
-                call before it starts; the group cannot compare calls, so this method checks nothing; or another thread compares
-                the calls (over NCCL, with `async_op=True`).
+            The work of the comparison, or None in three cases. The group compares each call before the call starts. Or the
+                group cannot compare calls, and this method checks nothing. Or another thread compares the calls (over NCCL,
+                with `async_op=True`).
 
         Raises:
             DisagreementError: the ranks called different collectives, so results are wrong. All ranks raise this error. With
@@ -652,7 +652,7 @@ class ProcessGroup(ABC):
     def beside(self, host: ProcessGroup) -> ProcessGroup:
         """After the loss of a rank, return a group that replaces this group. The new group has the ranks of `host`.
 
-        `host` is a group without the lost rank. It replaces the host group through which the ranks of this group had found
+        `host` is a group without the lost rank. `host` replaces the host group through which the ranks of this group had found
         each other. Call this method only if `meets_in` is true for the earlier host group. Abort this group first.
         """
         raise NotImplementedError  # only called if `meets_in` is true
@@ -690,8 +690,9 @@ class ProcessGroup(ABC):
     def admit(self, *, silence_timeout_s: float = DEFAULT_SILENCE_TIMEOUT_S, limit: int | None = None) -> ProcessGroup:
         """Make a new group from this group's members and the waiting newcomers. All members call `admit`.
 
-        A newcomer is a process that was started with SYNCLINE_JOIN=1. It begins in a group of one rank, and calls `admit` on
-        that group. In the new group, newcomers come after the old members. A member that dies during the call is left out.
+        A newcomer is a process that was started with SYNCLINE_JOIN=1. A newcomer begins in a group of one rank, and calls
+        `admit` on that group. In the new group, newcomers come after the old members. A member that dies during the call is
+        left out.
 
         The method aborts this group: wait for all its calls first. Do not use this group, its sub-groups, or memory from its
         `allocate` afterwards.

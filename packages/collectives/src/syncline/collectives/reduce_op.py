@@ -98,10 +98,10 @@ DTYPES_OF: dict[ReduceOp, frozenset[torch.dtype]] = {
 
 
 EXACTLY_HALVED = frozenset({torch.float32, torch.float64})
-"""Dtypes for which multiplying by 1 / 2, 1 / 4, ... gives the same bits as dividing by 2, 4, ... Complex dtypes are not among
-them, because torch divides complex numbers in another way."""
+"""Dtypes for which multiplying by 1 / 2, 1 / 4, ... gives the same bits as dividing by 2, 4, ... Complex dtypes are missing,
+because torch divides complex numbers in another way."""
 
-# The sum and the product of bools. They are replaced here, so that no backend has to know about them.
+# The reductions that replace the sum and the product of bools, so that backends need no special case for bools.
 _ON_BOOL: dict[Reduction, Reduction] = {ReduceOp.SUM: ReduceOp.BOR, ReduceOp.PRODUCT: ReduceOp.BAND}
 
 # The reduction that a backend carries out, for each reduction without a factor and each of its dtypes. Most calls need only one

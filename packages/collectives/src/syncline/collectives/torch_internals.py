@@ -57,7 +57,7 @@ def _find_eval_frame() -> Any:
     return module if can_skip and hasattr(module, "set_eval_frame") else None
 
 
-# Private names differ between versions of torch, and its type information lacks some of them.
+# Private names differ between versions of torch, and torch's type information lacks some of these names.
 eval_frame: Any = _find_eval_frame()
 _foreach_copy: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object] | None = getattr(
     torch, "_foreach_copy_", None
@@ -196,7 +196,7 @@ def _class_if_loaded(module: str, name: str) -> type | tuple[()]:
 def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
     """A decorator that excludes a function, and all functions that it calls, from torch.compile's tracing.
 
-    Unlike `torch.compiler.disable`, it does not load all of torch.compile, which takes seconds.
+    Unlike `torch.compiler.disable`, this decorator does not load all of torch.compile, which takes seconds.
     """
     # The reducer of torch's DDP issues collectives in the middle of a compiled forward, and the tracer cannot trace a group.
     if eval_frame is None:

@@ -147,7 +147,7 @@ def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) 
     def settle() -> None:
         try:
             for future in futures:
-                # The future is done, so this does not block. On CUDA, the current stream waits for the collective.
+                # The future is done, so this wait does not block. On CUDA, the current stream waits for the collective.
                 _wait_as_torch_does(future)
         except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets the error
             fail_future(joined, error, devices_of(tensors))
@@ -349,7 +349,7 @@ class PendingWork(Work):
             # `abort` may end this work while another thread runs the collective. Only the first end counts.
             if not self._is_done:
                 # Before `_is_done` is set, run the actions: `wait` reads `_is_done` without the lock. Each action runs only
-                # once, also if an action raises and an abort calls this method again.
+                # once, even if an action raises and an abort calls this method again.
                 actions, self._before_end = self._before_end, ()
                 for action in actions:
                     action()

@@ -20,7 +20,7 @@ def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None
 
         (1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b
 
-    This is the sum if a and b are orthogonal, and the mean if a and b are equal. More ranks are combined in pairs, then in
+    The result is the sum if a and b are orthogonal, and the mean if they are equal. More ranks are combined in pairs, then in
     pairs of pairs, and so on. If the number p of ranks is not a power of two, let q be the largest power of two below p. Then
     the tensors of each rank r >= q are first combined with the tensors of rank r - q. (S. Maleki et al., "Scaling Distributed
     Training with Adaptive Summation", MLSys 2021.)
@@ -75,7 +75,7 @@ def _combine_all(flat: torch.Tensor, sizes: list[int], group: ProcessGroup) -> N
         peer = rank ^ distance if rank < power else None
         _exchange(flat, theirs, send_to=peer, receive_from=peer, group=group)
         if peer is not None:
-            # Combine in the same order on both ranks, so that both get the same bits.
+            # Combine in the same order on both ranks, so that both ranks get the same bits.
             lower, higher = (flat, theirs) if rank < peer else (theirs, flat)
             _combine(lower, higher, sizes)
             if lower is theirs:

@@ -74,7 +74,7 @@ def broadcast_coalesced(
         raise InvalidArgumentError(f"expected buffer_size_bytes of at least 1, found {buffer_size_bytes}")
     chosen = resolve_group(group)
     is_root = chosen.rank == root
-    # The root does not write its tensors, but also checks that they can be written, so that all ranks refuse the same ones.
+    # The root writes no tensor. Check its tensors like those of other ranks, so that all ranks refuse the same tensors.
     tensors, are_fake = _checked("broadcast_coalesced", tensors, chosen, are_written=chosen.size > 1)
     if are_fake:
         return

@@ -122,8 +122,8 @@ def init_process_group(
         world_size: number of ranks; -1 takes the launcher's number. If you pass a number to a process that a launcher started,
             it must be the launcher's number. Only a child process of a rank may pass a different number.
         rank: this process's rank; -1 takes the launcher's rank. For other values, see `world_size`.
-        store: replaces `init_method`: a store of the package `stores` or a `torch.distributed.Store`. It must hold no keys of
-            an earlier run.
+        store: replaces `init_method`: a store of the package `stores` or a `torch.distributed.Store`. The store must hold no
+            keys of an earlier run.
         communicator: an mpi4py communicator. Its ranks become the ranks of the group, and only these ranks call this function.
         reproducible: if true, reductions give the same bits in every run; the backend's documentation states the cost. None
             takes the site file's value, or otherwise False. (Within one run, all ranks always get the same bits.)
@@ -209,7 +209,7 @@ def init_process_group(
         raise
     print_failures_of_the_run(has_siblings=launch is not None)
     watch_for_note(latest_reporter())
-    # This is only a warning, because a child process may train alone on purpose.
+    # Only warn here, because a child process may train alone on purpose.
     if (
         not joins
         and _default.size == 1
@@ -279,7 +279,7 @@ def destroy_process_group() -> None:
 def replace_default_group(old: ProcessGroup, new: ProcessGroup) -> bool:
     """Make `new` the default group if `old` is the default group. Returns whether `old` was the default group.
 
-    All ranks of `new` call `replace_default_group`. It calls each function that was given to `follow_default_group`.
+    All ranks of `new` call this function. This function calls each function that was given to `follow_default_group`.
 
     Raises:
         TransportError: a rank was lost while a function of `follow_default_group` ran. `new` is the default group nevertheless.

@@ -99,8 +99,8 @@ def gather(
 ) -> Work | None:
     """Fill the `gather_list` of one rank, the root, with the tensors of all ranks. Other ranks pass no list.
 
-    Pass the root as `dst` (a rank of the default group) or as `group_dst` (a rank of the group); without both, the
-    root is rank 0 of the group. Returns a `Work` if `async_op` is true, otherwise None. See
+    Pass the root as `dst` (a rank of the default group) or as `group_dst` (a rank of the group). The default
+    is rank 0 of the group. Returns a `Work` if `async_op` is true, otherwise None. See
     [`ProcessGroup.gather`][syncline.collectives.ProcessGroup.gather].
     """
     chosen = resolve_group(group)
@@ -120,7 +120,7 @@ def scatter(
     """Send each rank one tensor of the root's `scatter_list`: rank r gets `scatter_list[r]` in its `tensor`.
 
     Other ranks than the root pass no list. Pass the root as `src` (a rank of the default group) or as `group_src` (a rank of
-    the group); without both, the root is rank 0 of the group. Returns a `Work` if `async_op` is true, otherwise None. See
+    the group). The default is rank 0 of the group. Returns a `Work` if `async_op` is true, otherwise None. See
     [`ProcessGroup.scatter`][syncline.collectives.ProcessGroup.scatter].
     """
     chosen = resolve_group(group)

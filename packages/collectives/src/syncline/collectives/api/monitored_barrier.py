@@ -23,7 +23,7 @@ def monitored_barrier(
 ) -> None:
     """Wait until all ranks have called this function. On a time-out, rank 0 raises an error that names the missing ranks.
 
-    Use this function to find out which rank hangs or has ended. Do not call it in every training step: it is slow.
+    Use this function to find out which rank hangs or has ended. Do not call this slow function in every training step.
 
     Cost: 4 (`size` - 1) messages of 16 bytes, one after the other.
 
@@ -55,8 +55,8 @@ class _Messages:
 
     Note [Messages of the monitored barrier]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Each rank counts its calls. A message goes to or from rank 0. It is two numbers: the number of the other rank's call, and
-    the question. The question is the number of rank 0's call, or 0 for no question.
+    Each rank counts its calls. Rank 0 and one other rank exchange messages of two numbers: the number of the other rank's call,
+    and the question. The question is the number of rank 0's call, or 0 for no question.
 
     1. A rank other than 0 calls the function, and sends (the number of its call, no question).
     2. When all ranks have come, rank 0 asks each rank whether it still waits: (the rank's call, the call of rank 0).

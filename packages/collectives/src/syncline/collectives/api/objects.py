@@ -49,7 +49,7 @@ def gather_object(
     """Fill the `object_gather_list` of one rank, the root, with the objects of all ranks. Objects are sent as pickles.
 
     Only the root unpickles the objects. Other ranks pass None or an empty list. Pass the root as `dst` (a rank of the default
-    group) or as `group_dst` (a rank of the group); without both, the root is rank 0 of the group.
+    group) or as `group_dst` (a rank of the group). The default is rank 0 of the group.
     """
     chosen = resolve_group(group)
     root = rank_in(chosen, dst, group_dst, default=0)
@@ -76,7 +76,7 @@ def broadcast_object_list(
     """Overwrite the `object_list` of every rank with the list of one rank, the root. Objects are sent as pickles.
 
     All ranks pass lists of the same length. Pass the root as `src` (a rank of the default group) or as `group_src` (a rank of
-    the group); without both, the root is rank 0 of the group.
+    the group). The default is rank 0 of the group.
     """
     chosen = resolve_group(group)
     root = rank_in(chosen, src, group_src, default=0)
@@ -100,8 +100,8 @@ def scatter_object_list(
     """Send each rank one object of the root's input list: rank r gets entry r. Objects are sent as pickles.
 
     Each rank gets its object as `scatter_object_output_list[0]`. The root passes an input list with one entry for each rank.
-    Other ranks pass None. Pass the root as `src` (a rank of the default group) or as `group_src` (a rank of the group); without
-    both, the root is rank 0 of the group.
+    Other ranks pass None. Pass the root as `src` (a rank of the default group) or as `group_src` (a rank of the group). The
+    default is rank 0 of the group.
     """
     chosen = resolve_group(group)
     root = rank_in(chosen, src, group_src, default=0)

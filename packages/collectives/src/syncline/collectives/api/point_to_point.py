@@ -40,7 +40,7 @@ def irecv(
     """Begin to receive a tensor, and return a `Work` at once.
 
     Do not use the tensor before the work has finished. Pass the sender as `src` (a rank of the default group) or as `group_src`
-    (a rank of the group). Without both, the tensor may come from any rank (not over NCCL); then the work's `source_rank()` is
+    (a rank of the group). By default, the tensor may come from any rank (not over NCCL); then the work's `source_rank()` is
     the sender's rank in the group. See [`ProcessGroup.recv`][syncline.collectives.ProcessGroup.recv].
     """
     chosen = resolve_group(group)
@@ -48,7 +48,7 @@ def irecv(
 
 
 def _source_in(group: ProcessGroup, src: int | None, group_src: int | None) -> int | None:
-    # Without both, the tensor may come from any rank.
+    # If both are None, the tensor may come from any rank.
     return None if src is None and group_src is None else rank_in(group, src, group_src)
 
 
@@ -76,7 +76,7 @@ def recv(
 ) -> int:
     """Receive a tensor, and return the sender's rank in the default group.
 
-    Pass the sender as `src` (a rank of the default group) or as `group_src` (a rank of the group). Without both, the tensor may
+    Pass the sender as `src` (a rank of the default group) or as `group_src` (a rank of the group). By default, the tensor may
     come from any rank (not over NCCL). See [`ProcessGroup.recv`][syncline.collectives.ProcessGroup.recv].
     """
     chosen = resolve_group(group)

@@ -26,10 +26,10 @@ class _Entry(IntEnum):
 
 
 class UnevenCalls:
-    """Lets ranks call collectives in loops of different lengths. A rank whose loop has ended calls `join`: it has *joined*.
+    """Lets ranks call collectives in loops of different lengths. A rank whose loop has ended calls `join`.
 
-    Until all ranks have joined, a joined rank takes part with zeros in the collectives of the ranks that still have work. So
-    these ranks do not hang.
+    After `join`, a rank has *joined*. Until all ranks have joined, a joined rank takes part with zeros in the collectives of
+    the ranks that still have work. So these ranks do not hang.
 
         calls = UnevenCalls(group)           rank with work left            rank without work
         for batch in batches:
