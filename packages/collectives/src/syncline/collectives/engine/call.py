@@ -242,7 +242,7 @@ def _users_line() -> tuple[CodeType | None, int]:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """A record of one call of one rank, for reports and for other ranks. Its attributes are those of `Call`."""
+    """A record of one call of one rank, for reports and for other ranks. The attributes are those of `Call`."""
 
     number: int | None
     position: int | None

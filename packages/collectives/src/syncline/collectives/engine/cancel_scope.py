@@ -79,7 +79,7 @@ class CancelScope:
 
     def cancel(self, reason: BaseException) -> None:
         """End the scope now: `check` raises `reason`, or the earlier reason if there is one."""
-        # The first reason is the cause. Later reasons are mostly its consequences.
+        # The first reason is the cause. Later reasons are mostly consequences of the first.
         if self.reason is None:
             self.reason = reason
         self._end_s = -math.inf

@@ -43,12 +43,12 @@ LONGEST_REPORT_S = 10.0
 class EngineGroup(ProcessGroup, Inherited):
     """The common base of the groups that carry out calls themselves.
 
-    The group keeps a `Plan` for each signature, a record of the last calls (`recorder`), and the first failure. It also keeps a
-    digest of all calls, which the ranks compare.
+    The group keeps a `Plan` for each signature, a record of the last calls (`recorder`), the first failure, and a digest of all
+    calls. The ranks compare their digests.
 
     Args:
         carrier: exchanges numbers and texts between the ranks.
-        compares_later: whether the ranks compare all their calls now and then. False if they compare each call before it runs.
+        compares_later: whether the ranks compare all their calls now and then. False if each call is compared before it runs.
         count: counts the calls that have begun. None: make a new counter.
         liveness: finds out which ranks are lost; None if the group cannot find this out.
     """
@@ -156,7 +156,7 @@ class EngineGroup(ProcessGroup, Inherited):
 
     def _make_plan(self, signature: Signature) -> Plan:
         plan = self._new_plan(signature)
-        if len(self._plans) >= MOST_PLANS:  # such a program has new shapes all the time, so old plans are of little use
+        if len(self._plans) >= MOST_PLANS:  # the program uses new shapes all the time, so old plans are of little use
             self._plans.clear()
         # After `abort`, a call that still runs must not fill the plans again.
         if not self._closed:
@@ -237,14 +237,14 @@ class EngineGroup(ProcessGroup, Inherited):
     def close(self) -> None:
         """Finish all calls, compare the calls with the other ranks, then release the group's connections and memory.
 
-        All ranks call this method. They wait for one another in two cases:
+        All ranks call this method. The ranks wait for one another in two cases:
 
-        - If they did not compare each call before it ran, they compare all calls now, in at most 60 seconds (5 with NCCL).
-        - If they must close the library's objects together, as with MPI, they wait at most 5 seconds.
+        - If the ranks did not compare each call before it ran, they compare all calls now, in at most 60 seconds (5 with NCCL).
+        - If the ranks must close the library's objects together, as with MPI, they wait at most 5 seconds.
 
         If a rank does not come in time, this method raises no error, but communicators of MPI stay open until the process ends.
-        If that rank makes a further call instead, its call fails: over Gloo when this rank's connections close, over MPI when
-        this rank leaves the job, or at the call's time limit.
+        If the missing rank makes a further call instead, this call fails at its time limit, or earlier: over Gloo when this
+        rank's connections close, over MPI when this rank leaves the job.
 
         Raises:
             DisagreementError: the ranks have made different calls. Over MPI with `check_calls`, also if another rank makes a

@@ -43,8 +43,8 @@ Body = Callable[[Call], None]
 
 # How long a rank that closes a group waits for the other ranks, if they compare all their calls now.
 _CLOSE_S = 60.0
-# How long such a rank waits if each call was compared before it ran. Then the rank only finds out whether all ranks close the
-# group.
+# How long a rank that closes a group waits if each call was compared before it ran. Then the rank only finds out whether all
+# ranks close the group.
 _FREE_S = 5.0
 # How long the monitor waits for a report before it ends the process.
 _REPORT_S = 2.0
@@ -335,7 +335,8 @@ class HostGroup(EngineGroup):
         # A group of one has nobody to compare with. Every other group without a history compares each call before it runs.
         if not self._compares_later:
             return None
-        # This call is not in the history, but all ranks issue it, so count it. It makes callbacks attached afterwards late.
+        # This call is not in the history, but all ranks issue it. So count it: if the program attaches a callback to an earlier
+        # call after this call, the callback is late.
         self._queue.issue("agree_on_calls", self.place)
         return self._start(
             Signature("agree_on_calls"), (), (), lambda call: self._agreed.same_history(call.scope), async_op, is_numbered=False
@@ -538,7 +539,7 @@ class HostGroup(EngineGroup):
         """
         self._closed = True
         self._stop_watching()
-        # Give a call that fails at its time limit the time to write its report: its error says more than one of this method.
+        # A call that fails at its time limit first writes its report. Wait for this call: its error says more than our error.
         drained = self._queue.drain(self.timeout_s + LONGEST_REPORT_S)
         self._is_over = True
         self._plans.clear()
@@ -548,7 +549,7 @@ class HostGroup(EngineGroup):
         # After a failure, or with calls still in flight, closing the library in order might wait for ever.
         if not is_in_order:
             self._transport.abort()
-        # If a rank has not closed the group, it may still use the library's objects. Then they stay until the process ends.
+        # A rank that has not closed the group may still use the library's objects, so they stay until this process ends.
         elif self._all_close:
             self._close_transport()
         if is_in_order and self._leavers is not None:
@@ -691,8 +692,8 @@ class GroupWork(PendingWork):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Block until the call is finished.
 
-        This thread may run the queued calls itself, up to this call. It does so in a callback of the group, or if `timeout` is
-        None and no other thread runs a call.
+        In a callback of the group, this thread runs the queued calls itself, up to this call. This thread also does so if
+        `timeout` is None and no other thread runs a call.
         """
         if self._queue.is_running_here():
             # Inside a callback this thread has the turn, so no other thread can run the queued call.
@@ -715,7 +716,7 @@ class GroupWork(PendingWork):
     @override
     def fail(self, error: BaseException) -> None:
         super().fail(error)
-        # Whoever uses the future gets the error.
+        # The program can see the error in the future.
         if self._future is not None:
             self._tell()
 

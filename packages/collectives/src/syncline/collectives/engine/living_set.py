@@ -13,7 +13,7 @@ T = TypeVar("T")
 class LivingSet(Generic[T]):
     """A set of weak references to objects. Any thread, a signal handler or the garbage collector may use it at any time.
 
-    Unlike `weakref.WeakSet`, the set may change while a thread iterates over it. It needs no lock.
+    Unlike `weakref.WeakSet`, the set may change while a thread iterates over it. The set needs no lock.
     """
 
     def __init__(self) -> None:

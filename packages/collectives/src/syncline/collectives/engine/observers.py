@@ -165,7 +165,7 @@ def profiled(title: str, tensors: list[torch.Tensor], issue: Callable[[], Work],
         raise
     finally:
         _here.is_profiled = False
-    # The call may go on after `issue`. End its range before any thread returns from `wait`: that thread may stop the profiler.
+    # The call may go on after `issue`. End the range before any thread returns from `wait`: that thread may stop the profiler.
     if is_async and not work.is_completed():
         work.before_end(span.end_elsewhere())
     else:

@@ -28,7 +28,7 @@ Callback = Callable[[Any], Any]
 
 # How long `drain` sleeps before it looks again whether the queue is empty.
 _LOOK_S = 0.001
-# The number of a call that a callback issues. It is above all other numbers, so a callback of such a call is never late.
+# The number of a call that a callback issues. The number is above all others, so a callback of such a call is never late.
 _IN_CALLBACK = sys.maxsize
 
 
@@ -48,9 +48,9 @@ class Queue:
     3. A task issued *from a callback of a running task* runs at once, inside the callback. So the callback may wait for this
        task.
     4. If a callback waits for a queued task, or for a future that depends on this task, the callback's thread runs the queue up
-       to this task (`run_until`). It does not run later tasks, because calls that the callback issues next come before them. A
-       wait for anything else, such as a send or a call of another group, runs no task. In particular, a wait for a future that
-       torch makes, such as `torch.futures.collect_all`, runs no task, and may never end.
+       to this task (`run_until`). The thread runs no later task, because calls that the callback issues next come before later
+       tasks. A wait for anything else, such as a send or a call of another group, runs no task. In particular, a wait for a
+       future that torch makes, such as `torch.futures.collect_all`, runs no task, and may never end.
     5. If a thread outside of callbacks waits for a task while the turn is free, this thread runs the queue up to this task
        (`help`), because waking another thread takes longer than a small collective. Callbacks may want a lock that the waiting
        thread holds. So this thread hands callbacks over to the queue's thread (`hand_over`), which runs them before all queued
@@ -158,7 +158,7 @@ class Queue:
             # The first queued task starts the thread, because many groups never queue a task.
             if self._thread is None:
                 thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-                # Start it before the task is queued: if no thread can start, the queue stays empty for later calls.
+                # Start the thread before the task is queued: if no thread can start, the queue stays empty for later calls.
                 start_thread(thread)
                 _started.add(self)
                 self._thread = thread
@@ -346,8 +346,8 @@ class Queue:
             tasks.popleft()
             task()
         # Tasks raise no errors, so this is an interrupt, such as Ctrl-C, that came before the task was over. Threads may wait
-        # for the task without a time limit. So put it back for the queue's thread, which gets no interrupts. (On that thread,
-        # an error is a bug, and later tasks must not wait behind this one.)
+        # for the task without a time limit. So put the task back for the queue's thread, which gets no interrupts. (On that
+        # thread, an error is a bug, and later tasks must not wait behind this one.)
         except BaseException:
             if not self.is_own_thread():
                 if not (tasks and tasks[0] is task):

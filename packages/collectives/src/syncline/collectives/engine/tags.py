@@ -54,7 +54,7 @@ _OTHER_DTYPE = 2**_BITS - 1
 def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
     """Return the tag of a message on the wire, which contains the caller's tag and the dtype.
 
-    `largest` is the largest tag that the library takes. If it is too small, return the caller's tag alone.
+    `largest` is the largest tag that the library takes. If it leaves no room for the dtype, return the caller's tag alone.
 
     Raises:
         InvalidArgumentError: the caller's tag is too large for this library.

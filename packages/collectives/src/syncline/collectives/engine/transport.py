@@ -83,7 +83,7 @@ class Transport(ABC):
 
     For a library with blocking collectives on host memory, write a subclass of `LibraryTransport` instead.
 
-    Five methods end calls, or the transport. Some of them wake threads: the wait of such a thread then raises an error::
+    Five methods end calls, or the transport. Some of these methods wake threads: the wait of such a thread raises an error::
 
         method            who calls it                                           may block   who is woken, if the library can
         give_up           `HostGroup`, when a call has failed                    no          other ranks
@@ -93,8 +93,8 @@ class Transport(ABC):
         close             `HostGroup`, when no call is in flight                 yes         nobody
         leave_to_parent   `HostGroup`, in a forked child                         no          nobody
 
-    When ranks are lost, Syncline connects the remaining ranks by a new transport. Then it also calls `interrupt` and `abort` of
-    the old transport, and of a new transport that could not connect all ranks.
+    When ranks are lost, Syncline connects the remaining ranks by a new transport. Then Syncline also calls `interrupt` and
+    `abort` of the old transport, and of a new transport that could not connect all ranks.
     """
 
     #: The registry's name of the backend, such as "mpi".
@@ -160,8 +160,7 @@ class Transport(ABC):
         """Return a transport for a group of some of the ranks. Only the ranks `members` call this method.
 
         The first rank in `members` becomes rank 0 of the new transport, and so on. All members pass the same `name` and the
-        same `number` (0 or above). Both identify the new group: no other open group has this name, and MPI, for example, uses
-        the number as a tag.
+        same `number` (0 or above). No other open group has this name. Over MPI, for example, the number becomes a tag.
         """
 
     def meeting_store(self) -> dist.Store | None:

@@ -62,7 +62,7 @@ class ProcessIdentity:
         # This process cannot look, for example because it has no file descriptor left. The other process may still run.
         except OSError:
             return None
-        # No such process, another process that got the same id later, or a zombie.
+        # The process is gone or a zombie, or another process got the same id later.
         if found is None or found[1] != self.started or found[0] in _GONE:
             return ProcessState.GONE
         return ProcessState.STOPPED if found[0] in _STOPPED else ProcessState.RUNNING
@@ -103,7 +103,7 @@ def own_identity() -> ProcessIdentity | None:
 def _own_node() -> str:
     try:
         return f"{socket.gethostname()}/{_BOOT_ID.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
-    # Not Linux, or no /proc. `own_identity` then returns None.
+    # The system is not Linux, or has no /proc. `own_identity` then returns None.
     except OSError:
         return ""
 
@@ -150,7 +150,7 @@ _run: Run | None = None
 def note_run(name: str, rank: int, size: int) -> None:
     """Set the run of this process. Each group calls this function when it starts.
 
-    Only the first group with more than one rank has an effect, because it contains all ranks of the job.
+    Only the first group with more than one rank has an effect, because this group contains all ranks of the job.
     """
     global _run
     if size > 1 and current_run() is None:

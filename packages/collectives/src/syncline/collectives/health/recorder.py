@@ -114,7 +114,7 @@ def find_divergence(histories: Mapping[int, Sequence[CallRecord]], begun: Mappin
     first = max(min(calls) for calls in known.values())
     last = max(max(calls) for calls in known.values())
     for position in range(first, last + 1):
-        # Many sends and receives make a rank forget its other calls. It has made `begun` calls, but nobody knows which.
+        # Many sends and receives make a rank forget its other calls. It has made `begun` calls, but they are unknown.
         compared = {rank: mine for rank, mine in placed.items() if mine or position >= (begun or {}).get(rank, 0)}
         calls = {rank: mine.get(position) for rank, mine in compared.items()}
         # None stands for a rank that has not reached this position. Such a rank diverges, too.

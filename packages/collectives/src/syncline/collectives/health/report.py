@@ -151,7 +151,7 @@ def merged(every: Sequence[RankReport]) -> str:
     """Return the reports of all ranks as text. A pure function.
 
     The text names the rank that reported first, and its reason. For each group, the text has a table of the ranks, and the
-    result of `sentence`. Both are made from the latest report of each rank.
+    result of `sentence`. Table and sentence come from the latest report of each rank.
 
     Args:
         every: a result of `read_reports`.

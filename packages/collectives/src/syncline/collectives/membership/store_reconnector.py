@@ -220,7 +220,7 @@ _MOST_ALARM_BYTES = 2000
 class StoreReconnector(Reconnector):
     """Lets the survivors agree on the members of the next group by a `MembershipVote`. A backend's subclass connects them.
 
-    All members can reach the `store`, which outlives each of them. The first generation has `first_size` members.
+    All members can reach the `store`, which exists longer than any member. The first generation has `first_size` members.
     """
 
     def __init__(self, store: Store, generation: Generation, first_size: int) -> None:
@@ -238,7 +238,7 @@ class StoreReconnector(Reconnector):
 
     @abstractmethod
     def connect(self, generation: Generation, timeout_s: float) -> Transport:
-        """Connect the members of a generation. All of them call this method.
+        """Connect the members of a generation. All these members call this method.
 
         Raises:
             TransportError: members did not call this method within `timeout_s` seconds, or a member has ended.
@@ -279,7 +279,7 @@ class StoreReconnector(Reconnector):
         before = set(self.generation.members)
 
         def proposed() -> Sequence[int]:
-            # Earlier rounds have let newcomers in already. Some of them may be dead; the next `admit` fills their places.
+            # Earlier rounds have let newcomers in already. If such a newcomer is dead, the next `admit` fills its place.
             let_in = len(set(self.generation.members) - before)
             return self.newcomers()[: None if limit is None else max(0, limit - let_in)]
 
@@ -300,7 +300,7 @@ class StoreReconnector(Reconnector):
                 return self._connected(self.generation)
             except TransportError as error:
                 logger.debug("generation %d did not connect: %s", self.generation.number, error)
-                # Members that have connected use the group of this generation. The alarm makes them leave it and vote again.
+                # Members that have connected use the group of this generation. The alarm makes these members vote again.
                 self.raise_alarm(self.generation, f"the members that are left could not connect: {error}")
                 if attempts == MOST_ATTEMPTS:
                     raise TransportError(f"the members {list(now.members)} live, and could not connect: {error}") from error

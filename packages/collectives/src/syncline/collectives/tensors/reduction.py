@@ -20,8 +20,8 @@ _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.BXOR: torch.bitwise_xor,
 }
 
-# Halves (float16, bfloat16) are widened in pieces of this many elements, which stay in a core's cache. This is several times
-# faster than widening all elements at once.
+# Halves (float16, bfloat16) are widened in pieces of this many elements, which stay in a core's cache. Widening in pieces is
+# several times faster than widening all elements at once.
 _PIECE_NUMEL = 64 * 1024
 
 
@@ -76,7 +76,7 @@ def reduce_into(out: torch.Tensor, op: Reduction, terms: Sequence[torch.Tensor])
 def reducer_of(terms: Sequence[torch.Tensor], op: Reduction, dtype: torch.dtype) -> Callable[..., object]:
     """Make a function that reduces these terms as `reduce_into` does, with the keyword `out` for the result.
 
-    If the same terms are reduced often, this is cheaper than `reduce_into`.
+    If the same terms are reduced often, the new function is cheaper than `reduce_into`.
     """
     if _is_one_addition(op, terms, dtype):
         return functools.partial(torch.add, *terms)

@@ -77,8 +77,8 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
         with writing(tensor):
             tensor.copy_(_total(group, mine, list(counts), op))
 
-    # The later all-gathers depend on the first one. Without a total order, do not issue them from a callback: they could come
-    # before another collective of the program on one rank, and after it on another rank.
+    # The later all-gathers depend on the first one. Without a total order, a callback must not issue them: on one rank they
+    # could come before another collective of the program, and on another rank after it.
     if not group.has_total_order:
         group.all_gather(heads, head)
         gather_elements()

@@ -52,7 +52,7 @@ def reduce_scatter(
     # `reduce` overwrites the root's tensor, but inputs must not change. So in the `reduce` to this rank, pass the output.
     with untracked():
         output.copy_(inputs[group.rank])
-    # `reduce` takes only tensors that it may write. A copy of an expanded input is such a tensor.
+    # `reduce` takes only tensors that it may write. So copy inputs that are not contiguous, such as expanded inputs.
     terms = [output if rank == group.rank else in_plain_order(entry) for rank, entry in enumerate(inputs)]
     works = []
     for root, term in enumerate(terms):

@@ -100,7 +100,7 @@ def mpi(ranks: Observations) -> list[Finding]:
 
 
 def nodes(ranks: Observations) -> Finding:
-    """Report the ranks of each node. Warn if nodes have different numbers of ranks, because this is slow."""
+    """Report the ranks of each node. Warn if nodes have different numbers of ranks, because such jobs are slow."""
     placement = place(0, [rank.host for rank in ranks])
     per_node = Counter(placement.node_of)
     names = {placement.node_of[rank]: placement.hostnames[rank] for rank in range(len(ranks))}

@@ -63,7 +63,7 @@ class Answers:
         self._store: Any = None
 
     def prepare(self) -> None:
-        """Change torch now, if torch is imported already. Otherwise change torch as soon as the script imports it."""
+        """Change torch now, if torch is imported already. Otherwise change torch when the script imports torch."""
         if "torch" in sys.modules:
             self._change_torch()
         else:
@@ -166,7 +166,7 @@ class Answers:
 
         if not members:
             return carrier if self._are_the_jobs_ranks(size, rank) else None
-        # A group of some ranks is split from the default group, so both must have the same backend of Syncline.
+        # A group of some ranks is split from the default group, so both groups must have the same backend of Syncline.
         import torch.distributed as dist
 
         is_of_all = len(members) == self._job.size == dist.get_world_size()

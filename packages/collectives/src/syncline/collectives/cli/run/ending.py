@@ -4,7 +4,7 @@
    the same time print one line that names the first rank.
 2. A status other than 0 (`sys.exit(3)`) ends the job with this status, after the script's own exit handlers. If all ranks end
    at about the same time, the job is not aborted.
-3. A rank that ends without failure sleeps until the other ranks end, too. Then all finalize MPI, because otherwise the launcher
+3. A rank that ends without failure sleeps until the other ranks end, too. Then all ranks finalize MPI: otherwise the launcher
    kills the other ranks. `os._exit(0)` does not finalize MPI, so this module replaces `os._exit`.
 
 These rules do not hold for child processes of ranks.

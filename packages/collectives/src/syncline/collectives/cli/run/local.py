@@ -81,7 +81,7 @@ def _start_processes(command: Sequence[str], count: int) -> int:
     }
     # This process may have inherited that SIGCHLD is ignored. Then the system would keep no exit statuses of the ranks.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Let a signal that comes while the ranks start wait for `_supervise`. Otherwise it would end this process alone.
+    # Let a signal that comes while the ranks start wait for `_supervise`. Otherwise the signal would end only this process.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*_SIGNALS, signal.SIGCHLD))
     ranks = list[subprocess.Popen[bytes]]()
     try:

@@ -177,7 +177,7 @@ def set_variables(job: Job, environ: MutableMapping[str, str]) -> list[str]:
 
 
 def threads_for(local_cores: Sequence[frozenset[int]], local_rank: int, quota: float) -> int:
-    """Return the number of threads for a rank: its share of its cores, or of the quota if this is smaller.
+    """Return the number of threads for a rank: its share of its cores, or of the quota if the quota is smaller.
 
     Args:
         local_cores: for each rank of the node, the cores that this rank may use.
@@ -272,7 +272,7 @@ def _start_mpi(launch: Launch) -> str | None:
     if conflict is None:
         from mpi4py import MPI
 
-        # Say this before MPI starts, because MPI may end the process. Say it once on each node.
+        # Print this warning before MPI starts, because MPI may end the process. Print it once on each node.
         warning = little_shared_memory(MPI.get_vendor()[0], launch.local_world_size or 1) if launch.local_rank == 0 else None
         if warning is not None:
             print(f"syncline run: {warning}", file=sys.stderr, flush=True)
@@ -356,8 +356,8 @@ def _without_mpi(launch: Launch, environ: Mapping[str, str], problem: str) -> Jo
         node, nodes = launch.rank // local_size, -(-size // local_size)
         host, key = "", environ.get("PMIX_NAMESPACE", "")
     host = environ.get("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 else host)
-    # Without numbers for this host, all ranks count as ranks of this host. That is wrong if rank 0 is on another host, but the
-    # script may not need these numbers. An MPI launcher has its own variables, so the advice below would not help there.
+    # Without numbers for this host, all ranks count as ranks of this host. The count is wrong if rank 0 is on another host, but
+    # the script may not need the count. An MPI launcher has its own variables, so the advice below would not help there.
     is_guessed = not launch.is_mpi and None in (launch.local_rank, launch.local_world_size)
     if is_guessed and nodes == 1 and not _is_own(host):
         print(
