@@ -380,7 +380,7 @@ class ProcessGroup(ABC):
                 for the receiver.
         """
         self.check_transfer("send", tensor, dst, tag)
-        # Convert integers of other libraries: Syncline calculates with the tag, which would overflow an int8 of NumPy.
+        # Convert integers of other libraries: Syncline calculates with the tag, and an int8 of NumPy would overflow.
         return self._send(tensor, int(dst), int(tag), async_op)
 
     @public_call

@@ -99,7 +99,7 @@ def new_future(tensors: Sequence[torch.Tensor]) -> GroupFuture:
 
 
 def following_future(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> GroupFuture:
-    """Make a future for these tensors, which the caller completes in a callback of `future`.
+    """Make a future for these tensors. The caller completes the new future in a callback of `future`.
 
     A group guards callbacks of the new future as it guards callbacks of `future`.
     """
@@ -357,7 +357,7 @@ class PendingWork(Work):
                 self._is_done = True
             future, waiting = self._future, self._waiting
         # Do the rest even if the work was over before: Ctrl-C may have stopped the first end just here.
-        # Release the lock first, because callbacks run here. A callback may ask this work for its future, which takes the lock.
+        # Release the lock first, because callbacks run here. A callback may call `get_future`, which takes the lock.
         if waiting is not None:
             waiting.set()
         if future is not None and not future.done():

@@ -124,7 +124,7 @@ def init_process_group(
         rank: this process's rank; -1 takes the launcher's rank. For other values, see `world_size`.
         store: replaces `init_method`: a store of the package `stores` or a `torch.distributed.Store`. The store must hold no
             keys of an earlier run.
-        communicator: an mpi4py communicator. Its ranks become the ranks of the group, and only these ranks call this function.
+        communicator: an mpi4py communicator, whose ranks become the ranks of the group. Only these ranks call this function.
         reproducible: if true, reductions give the same bits in every run; the backend's documentation states the cost. None
             takes the site file's value, or otherwise False. (Within one run, all ranks always get the same bits.)
         check_calls: for debugging. If true, the ranks compare their calls before each collective, in a small exchange. If the

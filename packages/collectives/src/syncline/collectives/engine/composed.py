@@ -242,13 +242,13 @@ class PerDeviceGroup(DelegatingGroup):
 class RoundRobinGroup(DelegatingGroup):
     """Passes its collectives on to its member groups in turn, so that several collectives can run at the same time.
 
-    The first member group carries out all sends and receives. Calls of different member groups may run in any order. In a
-    callback of a work's future, call a method of one of the `groups`. A collective of this group raises a `MisuseError` there,
-    because each rank could choose another member group.
+    The first member group carries out all sends and receives. Calls of different member groups may run in any order. To
+    communicate in a callback of a work's future, call a method of one of the `groups`. A collective of this group raises a
+    `MisuseError` in a callback, because each rank could choose another member group.
     (Member groups that are groups of torch do not detect this mistake.)
 
     Args:
-        groups: the member groups, at least one. All have the same ranks in the same order.
+        groups: one or more member groups with the same ranks in the same order.
 
     Raises:
         InvalidArgumentError: there is no member group, or the member groups have different ranks.

@@ -209,7 +209,7 @@ class EngineGroup(ProcessGroup, Inherited):
         if self._reporter is None or not isinstance(failure, Exception):  # no report after Ctrl-C
             return failure
         folder = self._reporter.write_within(f"{type(failure).__name__}: {failure}", LONGEST_REPORT_S)
-        # No report was written, or the failure is an exception of another library, whose text is not ours to change.
+        # No report was written, or the failure is an exception of another library, so leave its text unchanged.
         if folder is None or not isinstance(failure, SynclineError):
             return failure
         return failure.reworded(
@@ -247,7 +247,7 @@ class EngineGroup(ProcessGroup, Inherited):
         rank's connections close, over MPI when this rank leaves the job.
 
         Raises:
-            DisagreementError: the ranks have made different calls. Over MPI with `check_calls`, also if another rank makes a
+            DisagreementError: the ranks have made different calls. Or, over MPI with `check_calls`, another rank makes a
                 further call while this rank closes.
             SynclineError: a call has failed or does not finish, and the program has not seen the error. The program has seen
                 the error if it waited for the work, asked for the work's future, or got an error from a later call. After

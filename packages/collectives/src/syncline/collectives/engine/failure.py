@@ -10,7 +10,7 @@ from .call import Call, Signature
 
 
 class FailureWords:
-    """Turns errors of a transport into errors of a group, which name the call and the lost ranks.
+    """Turns errors of a transport into errors of a group that name the call and the lost ranks.
 
     `place` names this rank and the group.
     """

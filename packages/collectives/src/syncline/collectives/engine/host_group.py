@@ -81,7 +81,8 @@ class HostGroup(EngineGroup):
             memory. None: only tensors in host memory. See Note [Order on the device] in `device`.
         check_calls: whether the ranks compare each call, with its shapes, before the call runs.
         leavers: knows which ranks have left the job, or None. See Note [Who will not come] in `health.leaving`.
-        liveness: finds out which ranks are lost, or None. If given, the monitor (`health.monitor`) watches the running call.
+        liveness: finds out which ranks are lost, or None. With `liveness`, the monitor (`health.monitor`) watches the running
+            call.
     """
 
     def __init__(

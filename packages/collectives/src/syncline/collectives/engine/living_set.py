@@ -17,7 +17,7 @@ class LivingSet(Generic[T]):
     """
 
     def __init__(self) -> None:
-        # Each method uses one operation of this dict at a time, which Python does not interrupt.
+        # Each method uses one operation of this dict at a time. Python does not interrupt such an operation.
         self._references: dict[int, weakref.ref[T]] = {}
 
     def add(self, thing: T) -> None:

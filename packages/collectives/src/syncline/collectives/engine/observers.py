@@ -151,7 +151,7 @@ def shown(group: Group, name: str, tensors: list[torch.Tensor], issue: Callable[
 
 
 def profiled(title: str, tensors: list[torch.Tensor], issue: Callable[[], Work], *, is_async: bool) -> Work:
-    """Issue a call by `issue` inside a range of torch's profiler, which lasts until the call is over. See `shown`."""
+    """Issue a call by `issue` inside a range of torch's profiler. The range lasts until the call is over. See `shown`."""
     # An outer call has opened the range already.
     if _here.is_profiled:
         return issue()

@@ -52,7 +52,7 @@ class Queue:
        tasks. A wait for anything else, such as a send or a call of another group, runs no task. In particular, a wait for a
        future that torch makes, such as `torch.futures.collect_all`, runs no task, and may never end.
     5. If a thread outside of callbacks waits for a task while the turn is free, this thread runs the queue up to this task
-       (`help`), because waking another thread takes longer than a small collective. Callbacks may want a lock that the waiting
+       (`help`). Waking another thread would take longer than a small collective. Callbacks may want a lock that the waiting
        thread holds. So this thread hands callbacks over to the queue's thread (`hand_over`), which runs them before all queued
        tasks. The wait ends when the queue's thread has completed the future, but does not wait for the callbacks.
     6. Over NCCL, tasks are usually short: they put work on a stream. So nothing is queued, and each thread waits until it gets

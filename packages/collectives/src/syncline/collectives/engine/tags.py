@@ -52,7 +52,7 @@ _OTHER_DTYPE = 2**_BITS - 1
 
 
 def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
-    """Return the tag of a message on the wire, which contains the caller's tag and the dtype.
+    """Return the tag of a message on the wire. This tag contains the caller's tag and the dtype.
 
     `largest` is the largest tag that the library takes. If it leaves no room for the dtype, return the caller's tag alone.
 
@@ -69,7 +69,7 @@ def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
 
 
 def sized_wire_tag(tag: int, dtype: torch.dtype, numel: int, largest: int) -> int:
-    """Return a tag like `wire_tag`, which also contains the number of elements modulo 2039 (`SIZES`).
+    """Return a tag like that of `wire_tag`. This tag also contains the number of elements modulo 2039 (`SIZES`).
 
     Use this function if the library does not check the size of a message.
     """

@@ -253,7 +253,7 @@ class LibraryTransport(Transport):
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
         """Reduce the blocks of all ranks, and write part r of the result to rank r's tensor.
 
-        `tensor` may be a part of the block, whose other parts must not change.
+        `tensor` may be a part of the block. Other parts of the block must not change.
         """
 
     @abstractmethod

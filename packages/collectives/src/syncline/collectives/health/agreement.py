@@ -131,7 +131,7 @@ def rounds(rank: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class History(NamedTuple):
-    """A digest and the number of the calls that a rank has made until some moment."""
+    """A digest of the calls that a rank has made until some moment, and the number of these calls."""
 
     digest: int
     calls: int
@@ -167,7 +167,7 @@ class Agreement:
     def on_start(self, options: Mapping[str, object], scope: CancelScope) -> str:
         """Compare the options of the ranks. All ranks call this method before the group's first call.
 
-        Return a name for the run, which is the same on all ranks, and different in each run.
+        Return a name for the run. The name is the same on all ranks, and different in each run.
 
         Raises:
             DisagreementError: the ranks were given different options. All ranks raise this error.

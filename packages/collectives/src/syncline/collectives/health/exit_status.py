@@ -1,7 +1,7 @@
 """Find out the exit status of this process before the process ends.
 
 In Python, neither `sys.excepthook` nor `atexit` can see the status of `sys.exit(3)`. So this module wraps `sys.exit`, `exit`
-and `quit`. They raise SystemExit, which counts only if no code catches it.
+and `quit`. The wrapped functions raise SystemExit. Its status counts only if no code catches the SystemExit.
 
 Python frees an uncaught exception when no frame of the main thread is left. It frees a caught exception earlier. If other code
 keeps the exception alive, the module treats the exception as caught.
@@ -27,7 +27,7 @@ class _Exit(SystemExit):
 
     def __del__(self) -> None:
         global _status
-        # Only the first exception that is freed here counts. It may keep alive an earlier exception, which the program caught.
+        # Only the first exception that is freed here counts. It may have kept alive an earlier exception that was caught.
         if _status is None and sys._getframe().f_back is None:
             _status = as_status(self.code)
 

@@ -40,7 +40,7 @@ class ProcessIdentity:
             other's process id.
         host: the host's name, for error messages.
         pid: the process id.
-        started: the start time in the kernel's clock ticks, which differs if another process gets the same id later.
+        started: the start time in the kernel's clock ticks. Another process that gets the same id has another start time.
     """
 
     node: str

@@ -2,8 +2,8 @@
 
 Note [Who ends a call]
 ~~~~~~~~~~~~~~~~~~~~~~
-A call runs on one thread: the caller's, or the thread of the group's queue. There are three ways to end the call, which are
-tried in this order:
+A call runs on one thread: the caller's, or the thread of the group's queue. Three ways to end the call are tried in this
+order:
 
 1. *By this thread.* If the library allows it, the thread checks the call's `CancelScope` while the thread waits. The scope
    ends at the time limit, or for a reason such as a lost rank. Then the thread raises the group's error.

@@ -16,7 +16,7 @@ class CallCount:
     """Counts the calls of a group that have begun, except calls that only some ranks issue.
 
     Attributes:
-        begun: the number of these calls, which is also the position of the next call.
+        begun: the number of these calls, and so the position of the next call.
     """
 
     __slots__ = ("begun",)

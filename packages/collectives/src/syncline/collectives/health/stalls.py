@@ -139,7 +139,7 @@ class StallWatch:
         # The earliest call in which ranks wait for long has changed: set the time of the warning anew.
         if first != self._noticed:
             mine = waiting.get(0)
-            # If rank 0 came late to this call, its own waiting says nothing of how long the others have waited.
+            # If rank 0 came late to this call, its own waiting time does not show how long the others have waited.
             is_mine = mine is not None and mine.is_long and mine.position == first
             limit_s = self._since + self.limit_s if is_mine else now_s
             self._noticed, self._log_at_s = first, max(limit_s, now_s + self._gather_s)

@@ -1,4 +1,4 @@
-"""Measure latency and bandwidth of collectives on several backends, which take turns."""
+"""Measure latency and bandwidth of collectives on several backends. The backends take turns."""
 
 from .kinds import KINDS, Buffers, Kind
 from .measure import Case, measure

@@ -5,7 +5,7 @@ collective is the size of its input or of its output, whichever is larger. For a
 together. The time of one call is t.
 
 - Algorithm bandwidth = S / t, as the program sees it.
-- Bus bandwidth = S / t * factor(number of ranks), which can be compared with the bandwidth of the hardware.
+- Bus bandwidth = S / t * factor(number of ranks), for a comparison with the bandwidth of the hardware.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ def connect_subject(name: str, control: ProcessGroup) -> Subject:
 
     Raises:
         InvalidArgumentError: no backend or baseline has this name, "-in-window" follows the name of a baseline, or the baseline
-            needs MPI, which does not connect these ranks.
+            needs MPI, but MPI does not connect these ranks.
     """
     if name in _BASELINES:
         return _BASELINES[name](control)

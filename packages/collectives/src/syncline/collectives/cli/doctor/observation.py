@@ -1,4 +1,4 @@
-"""Facts about the machine and the software of one process, which ranks can compare."""
+"""Facts about the machine and the software of one process. Ranks can compare these facts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Observation:
         cupy, nccl: the version of CuPy, and the version of NCCL that CuPy finds; None if missing.
         cuda_aware: whether MPI can send CUDA memory, as text; None if not tested.
         tolerates_faults: whether mpirun lets the other ranks run when a rank is lost (`--with-ft ulfm`).
-        has_fence: whether there is a memory fence for this processor, which shared memory needs.
+        has_fence: whether Syncline has a memory fence for this processor. Shared memory needs such a fence.
         site_file: the path of the site file and the keys that it changes, as text.
         site_problem: why the site file cannot be read, and the remedy; None if there is no problem.
     """

@@ -248,7 +248,7 @@ def _launched(launch: Launch, environ: Mapping[str, str]) -> Job:
         import mpi4py
 
         # Set this before the library is loaded. Otherwise mpi4py would also finalize MPI when a forked child of the script
-        # ends, which would end the parent's MPI.
+        # ends, and so end the parent's MPI.
         mpi4py.rc.finalize = False
     problem = missing_library()
     if problem is not None:
@@ -302,7 +302,7 @@ def _let_the_script_start_mpi(mpi: Any) -> None:
 
 
 def end_mpi() -> None:
-    """End MPI in this process, by the original `MPI.Finalize`, which `syncline run` may have replaced."""
+    """End MPI in this process, by the original `MPI.Finalize`, even if `syncline run` has replaced this function."""
     from mpi4py import MPI
 
     (_finalize or MPI.Finalize)()
