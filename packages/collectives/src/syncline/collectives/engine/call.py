@@ -49,9 +49,6 @@ class Signature(NamedTuple):
         r"""Return the signature of a call with this main tensor."""
         return cls(name, op, root, tensor.dtype, tensor.shape, device_type_of(tensor), detail)
 
-    # Read `reduction` only if the collective has a reduction, `root_rank` only if it has a root, `element_dtype` only if it has
-    # a tensor.
-
     @property
     def reduction(self) -> Reduction:
         """The reduction. Only for a collective that reduces."""

@@ -116,7 +116,7 @@ class DelegatingGroup(ProcessGroup):
     @override
     def check_transfer(self, name: str, tensor: torch.Tensor, peer: int | None, tag: int) -> None:
         super().check_transfer(name, tensor, peer, tag)
-        # `_send` and `_recv` of a member group check nothing, and its library may have rules of its own, as NCCL has.
+        # `_send` and `_recv` of a member group check nothing. But the library of the group may have further rules, as NCCL has.
         self._choose_for_transfers(tensor.device.type).check_transfer(name, tensor, peer, tag)
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:

@@ -69,7 +69,7 @@ class Stream(ABC):
     def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Event, *, captured: bool) -> None:
         """Complete a future with these tensors at once. Streams that use the tensors later wait for the event `done`.
 
-        If `captured`, `done` belongs to a graph capture, and this method must not use another stream.
+        If `captured` is true, `done` belongs to a graph capture, and this method must not use another stream.
         """
 
 

@@ -304,7 +304,7 @@ class HostGroup(EngineGroup):
     def _move(self, call: Call) -> None:
         """Run the plan of a call: see [3] in `HostGroup`. For `part` and `whole`, see `tensors.layout.pack`."""
         signature = call.signature
-        # Not `setdefault`: it would make a plan at every call.
+        # Do not use `setdefault`: it would make a plan at every call.
         plan = self._plans.get(signature) or self._make_plan(signature)
         # Only an all-to-all has splits, and no rank can see from its own splits whether the splits of all ranks match.
         if signature.splits is not None and self.size > 1:

@@ -248,7 +248,7 @@ class Queue:
             self._changed.notify_all()
 
     def drop(self) -> None:
-        """Stop the queue. Unlike `stop`, a finalizer may call this method, because it never waits for the queue's lock.
+        """Stop the queue. A finalizer may call this method, but not `stop`: this method never waits for the queue's lock.
 
         If another thread holds the lock, the queue's thread may sleep until the process ends.
         """

@@ -122,7 +122,7 @@ def rounds(rank: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield, for each round, the rank from which this rank receives, and the rank to which it sends. A pure function.
 
     This is the dissemination algorithm: in round k, rank r sends all values that it knows to rank r + 2**k (modulo the size). A
-    rank may receive a value twice, so use it only for operations such as a maximum.
+    rank may receive a value twice, so use the algorithm only for operations such as a maximum.
     """
     step = 1
     while step < size:

@@ -62,7 +62,7 @@ class Connecting:
         self._step, self._since_s, self._has_warned = words, time.monotonic(), False
         self._missing = ""
         yield
-        # This is not in a `finally`, because after an error the messages must still name the step that failed.
+        # Do not put this into a `finally`: after an error, the messages must still name the step that failed.
         self._step, self._missing, self._has_warned = "what comes next", "", True
 
     def say_who_is_missing(self, words: str, *, speaks: bool) -> None:

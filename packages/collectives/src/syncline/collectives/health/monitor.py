@@ -2,8 +2,7 @@
 
 Note [Who ends a call]
 ~~~~~~~~~~~~~~~~~~~~~~
-A call runs on one thread: the caller's, or the thread of the group's queue. Three ways to end the call are tried in this
-order:
+A call runs on the caller's thread, or on the thread of the group's queue. There are three ways to end the call, in this order:
 
 1. *By this thread.* If the library allows it, the thread checks the call's `CancelScope` while the thread waits. The scope
    ends at the time limit, or for a reason such as a lost rank. Then the thread raises the group's error.
@@ -114,7 +113,7 @@ class Step(Enum):
 
 
 class Escalation:
-    """A state machine for one group. It counts the looks at a running call, and decides what to do."""
+    """A state machine that counts the looks at a running call of one group, and decides what to do."""
 
     def __init__(self) -> None:
         self._call: Running | None = None

@@ -193,7 +193,7 @@ def _group_lines(name: str, ranks: tuple[int, ...], reports: Sequence[RankReport
 
 
 def sentence(calls: Mapping[int, Sequence[CallRecord]], begun: Mapping[int, int], missing: Sequence[int] = ()) -> str:
-    """Return one sentence about a group. It names the problem, or says that all ranks finished the same calls.
+    """Return one sentence that names a group's problem, or says that all ranks finished the same calls.
 
     `calls` and `begun` are as for `find_divergence`. `missing` are ranks of the group that have not reported. A pure function.
     """
@@ -402,7 +402,7 @@ def _say(text: str) -> None:
 def _write_new(folder: Path, stem: str, number: int, text: str) -> None:
     """Write a file that does not exist yet.
 
-    The launcher may kill this process meanwhile. So write the text to a hidden file first, and rename the file when complete.
+    The launcher may kill this process meanwhile. So write the text to a hidden file first, and rename the complete file.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     aside = folder / f".{stem}.{os.getpid()}.{number}"

@@ -71,7 +71,7 @@ class Waiting:
 
 
 class StallWatch:
-    """Looks at one group now and then. If a call takes longer than `limit_s` seconds, rank 0 logs which ranks wait in it."""
+    """Looks at one group now and then. If a call takes longer than `limit_s` seconds, rank 0 logs which ranks wait."""
 
     may_block = True
     is_idle = False

@@ -288,7 +288,7 @@ def not_own_part(part: torch.Tensor, block: torch.Tensor, rank: int) -> str | No
         return None  # a tensor with gaps is copied before the call, and the copy shares no memory
     start, end = _extent(part)
     first, last = _extent(block)
-    # No problem is, in the order of the conditions: an empty part, a part before or behind the block, this rank's own part.
+    # These cases are valid, in this order: an empty part, a part before or behind the block, this rank's own part.
     if start >= end or end <= first or start >= last or start == first + rank * part.nbytes:
         return None
     return (

@@ -78,7 +78,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def contents(tensor: torch.Tensor) -> memoryview:
     """Return a memoryview of the memory of a flat uint8 CPU tensor. Keep the tensor alive while you use the memoryview."""
-    # Not `ctypes.string_at`: it takes the size as a C int, which overflows for large tensors. An array takes 64 bits.
+    # Do not use `ctypes.string_at`: it takes the size as a C int, which overflows for large tensors. An array takes 64 bits.
     return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr()))
 
 

@@ -118,7 +118,7 @@ class RawMPI(Subject):
         self._communicator = communicator
 
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """Return the blocking call. Its arguments are made now, so that they take no time in the measurement."""
+        """Return the blocking call. Make the call's arguments now, so that they take no time in the measurement."""
         from mpi4py import MPI
 
         from ...transports.mpi.library import REDUCIBLE, memory
