@@ -83,8 +83,8 @@ def _end_with_parent() -> None:
 
 def _say_what_ended(status: int, arguments: argparse.Namespace) -> int:
     """Diagnose without MPI, because the child ended before it printed findings."""
-    # One rank of each node prints. Rank 0 cannot print for all ranks: its child may still wait for a child that has ended, and
-    # the launcher may end the job before this wait ends.
+    # One rank of each node prints. Rank 0 cannot print for all ranks: its child may still wait for another rank's child, which
+    # has ended. The launcher may end the job before this wait ends.
     if not is_first(f"{os.getppid()} doctor", run_began_s()):
         return 1
     how = f"with status {status}" if status >= 0 else f"by signal {-status} ({signal.strsignal(-status)})"
