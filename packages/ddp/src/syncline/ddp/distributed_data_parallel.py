@@ -517,8 +517,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """From now on, average gradients over the ranks of another group. The new group may have more, fewer or other ranks.
 
         Every rank of the new group calls this method. Before the call, give each new rank the parameters and buffers of the
-        other ranks: the method compares no values. The method copies values in one case: a rank has changed its module's
-        parameters, and has run no forward with gradients since then. Then all ranks get rank 0's values of the new parameters,
+        other ranks: the method compares no values. The method copies values in one case: a rank's module has other
+        parameters than before (new values alone are no change), and has run no forward with gradients since then. Then all ranks get rank 0's values of the new parameters,
         and of new buffers if the constructor has broadcast the buffers. If `init_sync` is False, the method copies nothing.
 
         The communication hook stays registered. If the hook's state holds the old group, register the hook with a new state. A

@@ -87,7 +87,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether all batches of the epoch are applied."""
+        """Whether the ranks have applied the optimizer's step for all batches of the epoch."""
         return self.applied >= self._batches
 
     @property

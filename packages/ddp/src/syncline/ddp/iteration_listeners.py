@@ -11,7 +11,7 @@ Listener: TypeAlias = Callable[[IterationStatistics], None]
 
 
 class IterationListeners:
-    """A list of functions that are called after each reduced backward.
+    """A list of functions that are called after each backward whose gradients the ranks have averaged.
 
     All ranks call these functions in the same order, so the functions may communicate.
     """

@@ -40,8 +40,8 @@ class ModelWatch:
     - torch does not report layers that `insert` puts into a container, or layers that are taken out. So each forward checks the
       layers of the containers. The check costs 0.3 us for each container, and 0.03 us for each layer.
     - Some changes give no sign, such as `ddp.module.to(memory_format=...)`, or `ddp.module.double()` after a call of
-      `torch.__future__.set_overwrite_module_params_on_conversion(True)`. So the watch checks all attributes that hold
-      parameters or modules, for 0.05 us each, and the shapes and strides of all parameters. This check comes after 0, 1, 2, 4,
+      `torch.__future__.set_overwrite_module_params_on_conversion(True)`. So the watch also checks all attributes that
+      hold parameters or modules (0.05 us each), and the shapes and strides of the parameters that need gradients. This check comes after 0, 1, 2, 4,
       8, 16 and 32 backwards that average gradients, and then after every 32 of these backwards. All ranks check in the same
       forward.
 

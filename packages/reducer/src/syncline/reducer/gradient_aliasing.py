@@ -61,7 +61,7 @@ class GradientAliasing:
         return [position for position in self._aliases if self._is_moved(position, gradients[position])]
 
     def move(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> set[int]:
-        """Move gradients into the bucket's memory, which has the reduced values. Leave out gradients at `untouched` positions.
+        """Let gradients use the bucket's memory, which has the reduced values, as their data. Skip `untouched` positions.
 
         Returns:
             The positions of the gradients that are now in the bucket's memory.

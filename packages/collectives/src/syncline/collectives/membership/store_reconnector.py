@@ -167,7 +167,7 @@ class JoinQueue:
             self._store.delete_key(_waiting(number))
 
     def wait(self, me: int, silence_timeout_s: float, has_ended: HasEnded) -> Generation:
-        """Wait until the members let in this process, the newcomer with the number `me`.
+        """Wait until the members admit this process, which is the newcomer with the number `me`.
 
         Return the first generation that contains this process.
 

@@ -83,7 +83,7 @@ def _load() -> None:
 
 
 def start_mpi(timeout_s: float) -> None:
-    """Start MPI if MPI does not run yet. For code that uses mpi4py without a group.
+    """Start MPI if MPI does not run yet. Code that uses mpi4py directly, and not through a `ProcessGroup`, calls this.
 
     This function does not check whether MPI fits the launcher; see `conflict_with_launcher`.
     """

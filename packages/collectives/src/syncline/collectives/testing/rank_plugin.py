@@ -180,7 +180,7 @@ class RankPlugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Let a phase of a test (setup, call or teardown) fail on all ranks if the outcome differs or one rank failed."""
+        """Make a phase of a test (setup, call or teardown) fail on all ranks if it fails on one, or if its outcomes differ."""
         report = yield
         mine = RankOutcome(f"{report.when} of {item.nodeid}", report.outcome, "" if report.passed else _text(report))
         rank_outcomes = self._agree(mine)

@@ -188,7 +188,7 @@ class TorchCollectives(CallIssuer):
         *,
         root: int | None = None,
     ) -> dist.Work:
-        """Give rank r tensor r of the root's list."""
+        """Send tensor number r of the root's list to rank r, for each rank r."""
         group, tensor = self.syncline_group, only(listed(output_tensors), "output")
         source = root_of(opts) if root is None else root
         inputs = _rows(input_tensors) if group.rank == source else None

@@ -84,7 +84,11 @@ class _Current:
 
 
 class CudaStream(Stream):
-    """A CUDA stream from torch's pool. With `is_own`, CuPy makes the stream, and only the owner of this object uses it."""
+    """A CUDA stream.
+
+    With `is_own`, CuPy makes the stream, and only the owner of this object uses it. Otherwise the stream comes from torch's
+    pool, and other code may use it, too.
+    """
 
     def __init__(self, device: torch.device, *, is_own: bool) -> None:
         self.device = device

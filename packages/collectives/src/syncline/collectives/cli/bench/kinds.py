@@ -89,7 +89,7 @@ class Buffers:
         return self._repeated((torch.arange(PERIOD) + rank) % PERIOD - PERIOD // 2, numel)
 
     def total(self, numel: int) -> torch.Tensor:
-        """Return the sum of the patterns of all ranks."""
+        """Return the sum of the data of all ranks (see `pattern`)."""
         ranks = torch.arange(self.size)[:, None]
         return self._repeated(((torch.arange(PERIOD) + ranks) % PERIOD - PERIOD // 2).sum(dim=0), numel)
 

@@ -227,7 +227,10 @@ def missing_for_shrink() -> str | None:
 
 
 def failed_ranks(communicator: MPI.Comm) -> list[int]:
-    """Return the failed ranks of a communicator that MPI knows in this process. The call neither communicates nor blocks."""
+    """Return the ranks of a communicator that have failed, as far as MPI knows in this process.
+
+    The call neither communicates nor blocks.
+    """
     if not is_fault_tolerant() or MPI.Is_finalized():
         return []
     try:

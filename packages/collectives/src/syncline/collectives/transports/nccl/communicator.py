@@ -95,7 +95,10 @@ def as_reduced(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_moved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a flat tensor as NCCL can send it. Dtypes that NCCL lacks, such as bool and complex, become a view of bytes."""
+    """Return the given flat tensor in a form that NCCL can send.
+
+    If NCCL lacks its dtype, such as bool and complex dtypes, this is a view of the tensor's bytes.
+    """
     return tensor if tensor.dtype in NCCL_TYPES else bytes_of(tensor)
 
 
