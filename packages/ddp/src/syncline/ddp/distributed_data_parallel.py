@@ -518,8 +518,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
         Every rank of the new group calls this method. Before the call, give each new rank the parameters and buffers of the
         other ranks: the method compares no values. The method copies values in one case: a rank's module has other
-        parameters than before (new values alone are no change), and has run no forward with gradients since then. Then all ranks get rank 0's values of the new parameters,
-        and of new buffers if the constructor has broadcast the buffers. If `init_sync` is False, the method copies nothing.
+        parameters than before (new values alone are no change), and has run no forward with gradients since then. Then all
+        ranks get rank 0's values of the new parameters, and of new buffers if the constructor has broadcast the buffers. If
+        `init_sync` is False, the method copies nothing.
 
         The communication hook stays registered. If the hook's state holds the old group, register the hook with a new state. A
         running `trace` ends. `watch_stragglers` and `check_replicas` go on if all ranks of the new group have the same `every`,

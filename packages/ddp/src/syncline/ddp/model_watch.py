@@ -41,9 +41,9 @@ class ModelWatch:
       layers of the containers. The check costs 0.3 us for each container, and 0.03 us for each layer.
     - Some changes give no sign, such as `ddp.module.to(memory_format=...)`, or `ddp.module.double()` after a call of
       `torch.__future__.set_overwrite_module_params_on_conversion(True)`. So the watch also checks all attributes that
-      hold parameters or modules (0.05 us each), and the shapes and strides of the parameters that need gradients. This check comes after 0, 1, 2, 4,
-      8, 16 and 32 backwards that average gradients, and then after every 32 of these backwards. All ranks check in the same
-      forward.
+      hold parameters or modules (0.05 us each), and the shapes and strides of the parameters that need gradients. This check
+      comes after 0, 1, 2, 4, 8, 16 and 32 backwards that average gradients, and then after every 32 of these backwards. All
+      ranks check in the same forward.
 
     If the whole module is frozen, there are no gradients to average, so the watch reports no change. If unused parameters are
     allowed, parameters that were frozen or taken out count as unused.

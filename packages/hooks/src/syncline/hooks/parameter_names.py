@@ -46,8 +46,8 @@ class ParameterNames:
 
     Attributes:
         are_given: whether the constructor got names.
-        shapes: the parameters' shapes, by name. If a saved state was loaded (see `expect`), `shapes` also has the shapes in that
-            state, as soon as a step has shown that the state fits the model.
+        shapes: the parameters' shapes, by name. If a saved state was loaded (see `expect`), `shapes` also has the shapes in
+            that state, as soon as a step has shown that the state fits the model.
 
     Raises:
         InvalidArgumentError: `named_parameters` has two parameters with one name.
