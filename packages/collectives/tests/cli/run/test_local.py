@@ -43,6 +43,30 @@ def test_a_signal_while_the_ranks_are_started_reaches_all_of_them(tmp_path: Path
     assert (done.returncode, len(pids), left) == (128 + signal.SIGTERM, 2, [])
 
 
+INTERRUPTED = """
+import os, signal, subprocess, sys
+from syncline.collectives.cli.run import local
+
+class InterruptedBeforeExec(subprocess.Popen):
+    def __init__(self, *words, preexec_fn, **options):
+        def interrupt():
+            os.kill(os.getpid(), signal.SIGINT)
+            preexec_fn()
+        super().__init__(*words, preexec_fn=interrupt, **options)
+
+subprocess.Popen = InterruptedBeforeExec
+sys.orig_argv = [sys.executable, "-c", "import time; time.sleep(600)"]
+local.find_spec = lambda name: None
+sys.exit(local.start_ranks(2))
+"""
+
+
+def test_ctrl_c_in_a_rank_that_starts_is_no_failed_start() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 128 + signal.SIGINT, done.stderr
+    assert "cannot start" not in done.stderr
+
+
 def started(program: str, rank_program: str) -> subprocess.CompletedProcess[str]:
     """Start two ranks without MPI, in a process that begins with `program`. Each rank runs `rank_program`."""
     begin = f"""{program}

@@ -83,6 +83,14 @@ def _start_processes(command: Sequence[str], count: int) -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Let a signal that comes while the ranks start wait for `_supervise`. Otherwise the signal would end only this process.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*_SIGNALS, signal.SIGCHLD))
+
+    def receive_signals() -> None:
+        # The terminal sends Ctrl-C also to a child that does not run the command yet. Here Python's handler would raise
+        # KeyboardInterrupt, and Popen would report that the start has failed.
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
     ranks = list[subprocess.Popen[bytes]]()
     try:
         for rank in range(count):
@@ -90,7 +98,7 @@ def _start_processes(command: Sequence[str], count: int) -> int:
                 command,
                 env={**os.environ, **common, "RANK": str(rank)},
                 stdin=None if rank == 0 else subprocess.DEVNULL,  # as mpiexec does
-                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
+                preexec_fn=receive_signals,
             )
             ranks.append(process)
     except (OSError, subprocess.SubprocessError) as error:
