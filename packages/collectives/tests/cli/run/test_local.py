@@ -107,6 +107,13 @@ def test_the_status_is_known_although_the_caller_ignores_children() -> None:
     assert done.returncode == 3, done.stderr
 
 
+def test_a_failure_is_told_after_a_signal_that_all_ignore() -> None:
+    under_nohup = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    done = started(under_nohup, FAILING.format("os.kill(os.getppid(), signal.SIGHUP); sys.exit(3)"))
+    assert done.returncode == 3
+    assert "exited with status 3; the other ranks are ended" in done.stderr
+
+
 def test_an_argument_that_mpiexec_takes_for_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_mpiexec", lambda: "/mpi/mpiexec")
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "syncline", "run", "-n", "2", "train.py", "--separator", ":"])

@@ -116,6 +116,10 @@ def _supervise(ranks: list[subprocess.Popen[bytes]]) -> int:
     status = 0
     end_s = float("inf")
     was_told = False  # a signal for all ranks has come, so a rank that ends now has not failed by itself
+    # The ranks inherit what this process ignores, such as SIGHUP under nohup, so such a signal ends no rank.
+    ending = {
+        number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN
+    }
     while running := [rank for rank in ranks if rank.poll() is None]:
         failed = next((rank.returncode for rank in ranks if rank.returncode), 0)
         if failed and not status:
@@ -127,7 +131,7 @@ def _supervise(ranks: list[subprocess.Popen[bytes]]) -> int:
         elif time.monotonic() > end_s:
             _send(running, signal.SIGKILL)
         heard = signal.sigtimedwait((*_SIGNALS, signal.SIGCHLD), 1.0)
-        was_told |= heard is not None and heard.si_signo in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        was_told |= heard is not None and heard.si_signo in ending
         # A code above SI_USER means Ctrl-C at a terminal, which reaches all ranks. Do not send them the signal twice.
         if heard is not None and heard.si_signo != signal.SIGCHLD and heard.si_code <= _SI_USER:
             _send(running, signal.Signals(heard.si_signo))
