@@ -210,6 +210,28 @@ def test_bench_writes_its_figures_although_it_cannot_print(python: list[str], tm
     assert measured["dtype"] == "int32"
 
 
+def with_unread_errors(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command with a standard error whose reader has ended."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        return subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=writing, text=True, timeout=LIMIT_S)
+    finally:
+        os.close(writing)
+
+
+def test_bench_measures_although_nobody_reads_its_progress(python: list[str], tmp_path: Path) -> None:
+    options = ["--sizes", "4", "16", "--seconds", "0.01", "--json", "figures.json"]
+    done = with_unread_errors([*python, "-m", "syncline.collectives", "bench", *options], tmp_path)
+    assert done.returncode == 0
+    assert "all_reduce, float32" in done.stdout
+    assert len(json.loads((tmp_path / "figures.json").read_text())["measurements"]) == 2
+
+
+def test_the_status_is_right_although_nobody_reads_the_error(python: list[str], tmp_path: Path) -> None:
+    assert with_unread_errors([*python, "-m", "syncline.collectives", "report", "gone"], tmp_path).returncode == 2
+
+
 @pytest.mark.parametrize("command", ["doctor", "bench"])
 def test_help_shows_each_default_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

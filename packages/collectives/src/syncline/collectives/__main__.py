@@ -18,6 +18,7 @@ from contextlib import suppress
 
 from .errors import SynclineError
 from .health.exit_status import let_go
+from .startup.uncaught_errors import say
 
 ENTRY_POINT_GROUP = "syncline.commands"
 
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
         print(end="", flush=True)
     except SynclineError as error:
-        print(f"syncline: {error}", file=sys.stderr)
+        say(f"syncline: {error}", sys.stderr)  # an error stream that nobody reads must not change the status
         return 2
     except BrokenPipeError:  # the process that reads standard output, such as `head`, has ended
         let_go(sys.stdout)

@@ -204,13 +204,13 @@ def flush_output() -> None:
             stream.flush()
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
-    """Write to a stream, if possible; by default to the standard error that the process began with."""
+def say(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
+    """Write to a stream, if possible; by default to the standard error that the process began with. `end` ends the text."""
     flush_output()
     # torch's excepthook replaces `sys.stderr`.
     stream = stream or sys.__stderr__ or sys.stderr
     try:
-        stream.write(text.rstrip("\n") + "\n")
+        stream.write(text.rstrip("\n") + end)
         stream.flush()
     except BrokenPipeError:
         let_go(stream)

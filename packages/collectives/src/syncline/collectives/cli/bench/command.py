@@ -18,6 +18,7 @@ from ...api.placement import default_device, placement_of
 from ...errors import InvalidArgumentError, SynclineError
 from ...group import ProcessGroup
 from ...reduce_op import BOOL, DTYPES_OF, ReduceOp
+from ...startup.uncaught_errors import say
 from ..options import seconds
 from .kinds import CPU, KINDS
 from .measure import Case, measure
@@ -118,18 +119,12 @@ def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
 
 
 def _say_progress(case: Case, number: int, of: int) -> None:
-    if sys.stderr is None:  # the script's caller has closed it
-        return
     dtype = str(case.dtype).removeprefix("torch.")
     size = size_in_words(case.size_bytes)
     # On a terminal each text replaces the previous text. In a job's log each text gets its own line.
-    start, end = ("\r", "\033[K\r") if sys.stderr.isatty() else ("", "\n")
-    print(
-        f"{start}measuring {number} of {of}: {case.collective} {dtype} {size}",
-        end=end,
-        file=sys.stderr,
-    )
-    sys.stderr.flush()
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    start, end = ("\r", "\033[K\r") if is_terminal else ("", "\n")
+    say(f"{start}measuring {number} of {of}: {case.collective} {dtype} {size}", sys.stderr, end=end)
 
 
 def _cut_short(cases: Sequence[Case], number: int) -> str:
