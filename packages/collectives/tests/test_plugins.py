@@ -129,6 +129,11 @@ def test_report_shows_the_other_readers_if_one_fails(
     said = capsys.readouterr()
     assert (said.out, said.err) == (f"ten steps\n\nwrote {page}\n", "syncline: a library is missing\n")
     assert "<pre>ten steps</pre>" in page.read_text()
+    # A page that cannot be written does not hide the reader's error.
+    assert main(["report", str(tmp_path), "--html", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.splitlines()[0]) == ("ten steps\n", "syncline: a library is missing")
+    assert "cannot write the page" in said.err
 
 
 def test_report_says_what_it_expects(install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

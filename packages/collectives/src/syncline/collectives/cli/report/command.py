@@ -77,8 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the reports of the folder. With `--html`, also write them as an HTML page.
 
-    If a reader fails, this function still prints and writes what the other readers show, and raises the reader's error at the
-    end.
+    If a reader fails, this function still prints and writes what the other readers show, and raises the errors at the end.
 
     Raises:
         InvalidArgumentError: the folder does not exist, no reader finds a file in the folder, a reader fails, or the page
@@ -98,8 +97,12 @@ def run(arguments: argparse.Namespace) -> int:
         except SynclineError as error:
             failures.append(error)
     if sections:
-        _write(arguments.html, _PAGE.format(title=html.escape(arguments.folder.resolve().name), body="\n".join(sections)))
-        print(f"\nwrote {arguments.html}")
+        page = _PAGE.format(title=html.escape(arguments.folder.resolve().name), body="\n".join(sections))
+        try:
+            _write(arguments.html, page)
+            print(f"\nwrote {arguments.html}")
+        except SynclineError as error:
+            failures.append(error)
     if failures:
         raise InvalidArgumentError("\n".join(map(str, failures))) from failures[0]
     return 0
