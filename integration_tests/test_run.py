@@ -557,6 +557,24 @@ def test_a_rank_that_fails_before_its_script_ends_the_job(run_job) -> None:
     assert "Zen" not in job.output
 
 
+def test_ctrl_c_while_the_ranks_compare_their_scripts_ends_the_job(run_job) -> None:
+    run = """
+        import sys
+        from syncline.collectives.cli.run import command, ranks
+        exchange, calls = ranks.Job.exchange, []
+        def interrupted(job, value):
+            calls.append(value)
+            if job.rank == 1 and len(calls) == 2:  # the first call was about variables
+                raise KeyboardInterrupt
+            return exchange(job, value)
+        ranks.Job.exchange = interrupted
+        sys.exit(command.main(["-m", "this"]))
+    """
+    job = run_job(2, run, "script.py")
+    assert job.status == 130, job.output
+    assert "Zen" not in job.output
+
+
 # ---- ranks of its own ----
 
 # The command on a machine without MPI.

@@ -76,7 +76,12 @@ def run(arguments: argparse.Namespace) -> int:
         Answers(job, arguments.backend, ddp, arguments.timeout).prepare()
     except BaseException as error:  # noqa: BLE001 - the other ranks would wait for this rank for ever
         ending.fail(error)
-    script = _find(arguments, job, ending)
+    try:
+        script = _find(arguments, job, ending)
+    except SystemExit:  # `_find` has told the other ranks
+        raise
+    except BaseException as error:  # noqa: BLE001 - as above; also an error in a package of the script's module
+        ending.fail(error)
     try:
         _run(script, arguments.arguments, ending)
     finally:
@@ -169,8 +174,6 @@ def _find(arguments: argparse.Namespace, job: Job, ending: Ending) -> Script:
         ending.note_exit(error)
         job.exchange(None)  # the other ranks may have found the script, and wait for this rank
         raise
-    except BaseException as error:  # noqa: BLE001 - a module's packages run here; their errors end the job
-        ending.fail(error)
     problems = job.exchange(problem)
     first = next((rank for rank, found in enumerate(problems) if found is not None), None)
     if first is None:
