@@ -575,6 +575,20 @@ def test_ctrl_c_while_the_ranks_compare_their_scripts_ends_the_job(run_job) -> N
     assert "Zen" not in job.output
 
 
+def test_an_error_is_printed_although_mpi_cannot_tell_the_other_ranks(run_job, tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("raise ValueError('the reason')\n")
+    run = """
+        import os, sys
+        from syncline.collectives.cli.run import command, ending
+        def broken(*_):
+            raise RuntimeError("MPI has lost a rank")
+        ending.first_to_fail, ending.abort_job = broken, os._exit
+        sys.exit(command.main(["fails.py"]))
+    """
+    job = run_job(2, run, "script.py")
+    assert "ValueError: the reason" in job.output
+
+
 # ---- ranks of its own ----
 
 # The command on a machine without MPI.

@@ -103,7 +103,10 @@ class Ending:
             is_alone = job.size == 1 or is_first(f"failed-{os.getppid()}-{job.run_id}", run_began_s())
             return None if is_alone else "another rank failed first, and its traceback says why"
         assert job.world is not None
-        first = first_to_fail(job.world, time.time())
+        try:
+            first = first_to_fail(job.world, time.time())
+        except Exception:  # noqa: BLE001 - MPI has lost a rank (ULFM), so this rank cannot know more than its own error
+            return None
         return None if first == job.rank else f"rank {first} failed first, and its traceback says why"
 
     def _note_ours(self, function: Callable[..., object], *arguments: object, **named: object) -> Callable[..., object]:
