@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 from argparse import Namespace
 from collections.abc import Callable
@@ -52,6 +53,24 @@ def test_rank_0_alone_needs_the_folder_of_the_figures(tmp_path: Path) -> None:
     for error in on_ranks(2, body):
         assert isinstance(error, InvalidArgumentError)
         assert f"there is no folder {tmp_path / 'gone'}" in str(error)
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_a_file_that_this_user_may_not_write_is_refused_before_the_measurements(has_file: bool, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    if has_file:
+        file.touch(0o400)
+    tmp_path.chmod(0o500)
+    user = os.getuid()
+    if user == 0:  # root may write everywhere
+        os.setresuid(65534, -1, -1)
+    try:
+        with pytest.raises(InvalidArgumentError, match=r"cannot write .*figures\.json: this user may not write there"):
+            command._check_files(Namespace(json=file, plot=None))
+    finally:
+        if user == 0:
+            os.setresuid(0, -1, -1)
+        tmp_path.chmod(0o700)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -186,10 +187,14 @@ def _check_outputs(arguments: argparse.Namespace, control: ProcessGroup) -> None
 
 def _check_files(arguments: argparse.Namespace) -> None:
     for path in filter(None, (arguments.json, arguments.plot)):
-        if not path.resolve().parent.is_dir():
-            raise InvalidArgumentError(f"cannot write {path}: there is no folder {path.resolve().parent}")
-        if path.is_dir():
+        folder = path.resolve().parent
+        # The methods of Path raise a PermissionError in a closed folder; these functions do not.
+        if not os.path.isdir(folder):
+            raise InvalidArgumentError(f"cannot write {path}: there is no folder {folder}")
+        if os.path.isdir(path):
             raise InvalidArgumentError(f"cannot write {path}: it is a folder")
+        if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+            raise InvalidArgumentError(f"cannot write {path}: this user may not write there, or the file system is read-only")
     if arguments.plot is not None:
         require_matplotlib()
         check_suffix(arguments.plot)
