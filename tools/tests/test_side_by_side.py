@@ -108,7 +108,6 @@ def test_a_signal_to_dev_ends_what_it_started(tmp_path: Path) -> None:
     program = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
     script = f"""
 import dev, sys
-from commands import ROOT, capture, follow
 from side_by_side import Job, run_side_by_side
 dev.unit = lambda options: run_side_by_side([Job("long", (sys.executable, "-c", {program!r}, {str(started)!r}))], 1)
 dev.exit_on_sigterm()
