@@ -210,6 +210,29 @@ def test_bench_writes_its_figures_although_it_cannot_print(python: list[str], tm
     assert measured["dtype"] == "int32"
 
 
+KILLED = """
+import os, sys
+from syncline.collectives.__main__ import main
+from syncline.collectives.cli.bench import command
+measured = []
+def measure(case, *others):
+    if measured:
+        os._exit(9)
+    measured.append(case)
+    return real(case, *others)
+real, command.measure = command.measure, measure
+main(["bench", "--sizes", "4", "16", "--seconds", "0.01", "--json", "figures.json"])
+"""
+
+
+def test_bench_that_is_killed_leaves_its_figures(python: list[str], tmp_path: Path) -> None:
+    done = subprocess.run([*python, "-c", KILLED], cwd=tmp_path, timeout=LIMIT_S)
+    assert done.returncode == 9
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert [row["size_bytes"] for row in figures["measurements"]] == [4]
+    assert figures["verdicts"] == ["cut short: 1 of 2 cases were measured"]
+
+
 def with_unread_errors(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the command with a standard error whose reader has ended."""
     reading, writing = os.pipe()

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -107,6 +108,10 @@ def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
                 if control.rank == 0:
                     _say_progress(case, number, len(cases))
                 measurements += measure(case, subjects, control, arguments.seconds, device)
+                # After Ctrl-C or a failure, another rank may end the job before rank 0 has written the figures.
+                if control.rank == 0 and number < len(cases) and _is_file(arguments.json):
+                    with suppress(OSError):  # the end of the run writes the file again, and raises the error
+                        _write_json(measurements, environment, arguments.json, [_cut_short(cases, number + 1)])
             is_done = True
         finally:
             # Save the figures even after Ctrl-C or a failure, because the run may have taken hours.
@@ -237,7 +242,16 @@ def _write(
     measurements: list[Measurement], environment: dict[str, Any], arguments: argparse.Namespace, verdicts: Sequence[str]
 ) -> None:
     if arguments.json is not None:
-        figures = {**in_json(measurements, environment), **({"verdicts": list(verdicts)} if verdicts else {})}
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+        _write_json(measurements, environment, arguments.json, verdicts)
     if arguments.plot is not None:
         save_plot(measurements, str(arguments.plot))
+
+
+def _write_json(measurements: list[Measurement], environment: dict[str, Any], path: Path, verdicts: Sequence[str]) -> None:
+    figures = {**in_json(measurements, environment), **({"verdicts": list(verdicts)} if verdicts else {})}
+    path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _is_file(path: Path | None) -> bool:
+    """Whether each write replaces what was written there before. A pipe would show all of it."""
+    return path is not None and (path.is_file() or not path.exists())
