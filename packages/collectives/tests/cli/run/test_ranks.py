@@ -103,6 +103,14 @@ def test_by_hand_ranks_of_another_host_are_not_counted_in_silence(
     assert [told in line for line in capsys.readouterr().err.splitlines()] == [True] * is_told
 
 
+def test_a_warning_that_nobody_reads_ends_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as unread, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", unread)
+        assert find_job({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "4321"}, None)
+
+
 def test_a_launcher_of_mpi_is_not_told_to_set_variables_that_nobody_reads(
     without_mpi: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

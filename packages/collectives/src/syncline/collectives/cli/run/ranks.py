@@ -29,6 +29,7 @@ from ...startup.addresses import (
 from ...startup.launch import RUN_ID_PREFIX, Launch, detect_launch, is_own_run_id, parent_rank
 from ...startup.mpi_library import conflict_with_launcher, little_shared_memory, missing_library, other_mpi, start
 from ...startup.settings import load_settings
+from ...startup.uncaught_errors import say
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -275,7 +276,7 @@ def _start_mpi(launch: Launch) -> str | None:
         # Print this warning before MPI starts, because MPI may end the process. Print it once on each node.
         warning = little_shared_memory(MPI.get_vendor()[0], launch.local_world_size or 1) if launch.local_rank == 0 else None
         if warning is not None:
-            print(f"syncline run: {warning}", file=sys.stderr, flush=True)
+            say(f"syncline run: {warning}", sys.stderr)
         with Connecting(_START_S, 0) as connecting:
             connecting.set_place(launch.rank, launch.world_size)
             start(connecting)
@@ -360,12 +361,11 @@ def _without_mpi(launch: Launch, environ: Mapping[str, str], problem: str) -> Jo
     # the script may not need the count. An MPI launcher has its own variables, so the advice below would not help there.
     is_guessed = not launch.is_mpi and None in (launch.local_rank, launch.local_world_size)
     if is_guessed and nodes == 1 and not _is_own(host):
-        print(
+        say(
             f"syncline run: rank {launch.rank}: no variable says which ranks are on this host, so LOCAL_RANK is {local_rank} "
             f"and LOCAL_WORLD_SIZE is {local_size}. But MASTER_ADDR={host} is another host: set both variables, for example to "
             "0 and 1 if each rank has a host or a pod of its own",
-            file=sys.stderr,
-            flush=True,
+            sys.stderr,
         )
     port = environ.get("MASTER_PORT", "")
     if not key and port.isdecimal():
@@ -449,7 +449,7 @@ def _agree_on_address(
     except LaunchError as error:
         # Go on: MPI makes its own connections, and most scripts never use the address of rank 0.
         if is_host:
-            print(f"syncline run: MASTER_ADDR is this host's name: {error}", file=sys.stderr, flush=True)
+            say(f"syncline run: MASTER_ADDR is this host's name: {error}", sys.stderr)
     return world.bcast(socket.gethostname()), port
 
 
