@@ -45,17 +45,20 @@ class Inherited(ABC):
 
     @abstractmethod
     def in_fork(self) -> None:
-        """Called in the child before any other code runs. Take no lock of the parent: it may be held for ever."""
+        """Called in the child before any other code runs. Take no lock of the parent: the lock may be held for ever."""
 
 
 def tell_in_forks(thing: Inherited) -> None:
-    """Call the methods of `thing` at every later fork of this process. Keep only a weak reference to `thing`."""
+    """From now on, call `before_fork` and `in_fork` of `thing` at every fork of this process.
+
+    `thing` must stay alive elsewhere: this module keeps only a weak reference to `thing`.
+    """
     with _lock:
         _inherited.add(thing)
 
 
 def in_forks(function: Callable[[], object]) -> None:
-    """Call a function in every forked child, before any other code runs."""
+    """From now on, call `function` in every forked child of this process, before any other code runs."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
 

@@ -566,9 +566,9 @@ class ProcessGroup(ABC):
         """Check that all ranks have called the same collectives since the group was made. All ranks call this method.
 
         Returns:
-            The work of the comparison, or None in three cases. The group compares each call before the call starts. Or the
-                group cannot compare calls, and this method checks nothing. Or another thread compares the calls (over NCCL,
-                with `async_op=True`).
+            The work of the comparison. None if the group compares each call before the call starts, or if another thread
+                compares the calls (over NCCL, with `async_op=True`). Also None if the group cannot compare calls, so that this
+                method checks nothing.
 
         Raises:
             DisagreementError: the ranks called different collectives, so results are wrong. All ranks raise this error. With

@@ -75,7 +75,7 @@ def _distributed() -> Any:
 
 
 def group_named(name: str) -> object:
-    """The group of torch.distributed with this name. torch's functional operators take this name as an argument.
+    """Return the group of torch.distributed with this name. torch's functional operators take such names as arguments.
 
     Raises:
         RuntimeError: torch knows no group of this name.
@@ -84,7 +84,7 @@ def group_named(name: str) -> object:
 
 
 def register_work(result: torch.Tensor, wait: Callable[[timedelta], bool]) -> None:
-    """Let torch's `wait_tensor(result)` call `wait` with a time limit. The limit 0 means no limit."""
+    """Make torch's `wait_tensor(result)` call `wait`. torch passes a time limit to `wait`; 0 means no limit."""
     module: Any = sys.modules["torch._C._distributed_c10d"]
     # torch keeps no reference to a Python function here, so `wait` goes into a C++ object.
     module._register_work(result, module.PythonCallbackWork(wait))
@@ -96,7 +96,7 @@ def set_group_store(group: object, name: str, store: object) -> None:
 
 
 def rendezvous_handler(scheme: str) -> Callable[..., Any] | None:
-    """Return the function by which torch lets ranks meet at URLs of this scheme, or None if there is none."""
+    """Return the function that torch calls to connect ranks by a URL of this scheme. None if torch has no such function."""
     # Import the module by its name: the attribute `torch.distributed.rendezvous` is a function.
     module: Any = import_module("torch.distributed.rendezvous")
     handler: Callable[..., Any] | None = getattr(module, "_rendezvous_handlers", {}).get(scheme)
@@ -104,7 +104,7 @@ def rendezvous_handler(scheme: str) -> Callable[..., Any] | None:
 
 
 def end_groups_by(shut_down: Callable[[Any], bool]) -> None:
-    """Let torch's `destroy_process_group` call `shut_down` for each group.
+    """Make torch's `destroy_process_group` call `shut_down` for each group.
 
     If `shut_down` returns False, torch ends the group itself. A second call of `end_groups_by` does nothing. If torch has no
     `_shutdown_backend`, `end_groups_by` does nothing.
@@ -122,7 +122,7 @@ def end_groups_by(shut_down: Callable[[Any], bool]) -> None:
 
 
 def gloo_options(timeout: timedelta, devices: Sequence[object]) -> Any:
-    """The options of torch's Gloo group."""
+    """Return the options from which torch makes a Gloo group."""
     options = _distributed().ProcessGroupGloo._Options()
     options._timeout = timeout
     options._devices = list(devices)

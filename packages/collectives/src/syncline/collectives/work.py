@@ -101,7 +101,8 @@ def new_future(tensors: Sequence[torch.Tensor]) -> GroupFuture:
 def following_future(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> GroupFuture:
     """Make a future for these tensors. The caller completes the new future in a callback of `future`.
 
-    A group guards callbacks of the new future as it guards callbacks of `future`.
+    If a group's queue guards callbacks of `future`, it also guards callbacks of the new future; see Note [Late callbacks] in
+    `engine.queue`.
     """
     return future._following(devices_of(tensors)) if isinstance(future, GroupFuture) else new_future(tensors)
 
@@ -329,7 +330,7 @@ class PendingWork(Work):
         action()
 
     def leave_to_parent(self, error: BaseException) -> None:
-        """Let every `wait` raise `error`. Called in a forked child, where no thread will finish this work."""
+        """Make every `wait` raise `error`. Called in a forked child, where no thread will finish this work."""
         # The parent's threads may have held the old lock when it forked. See Note [Forks] in `forks`.
         self._lock = threading.Lock()
         self._waiting = None

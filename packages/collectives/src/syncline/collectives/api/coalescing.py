@@ -30,7 +30,8 @@ _BLOCKING_BYTES = 1 << 20
 def plan_buffers(nbytes: Sequence[int], kinds: Sequence[object], buffer_size_bytes: int) -> list[list[int]]:
     """Decide which tensors share a flat buffer. A pure function.
 
-    A buffer holds tensors of one kind only. A tensor above `buffer_size_bytes` gets a buffer of its own.
+    `nbytes` and `kinds` have the size and the kind (dtype and device) of each tensor. A buffer holds tensors of one kind only.
+    A tensor above `buffer_size_bytes` gets a buffer of its own.
 
     Returns:
         For each buffer, the indices of its tensors in ascending order. The buffers are ordered by their first index.
@@ -190,7 +191,7 @@ class _Pending:
         _copy_back(self.memory, self.destinations)
 
     def copied_back(self) -> TensorsFuture:
-        """A future of the destinations, which is done when the memory has been copied to them."""
+        """Return a future whose value is `destinations`. It is done when the memory has been copied to the destinations."""
 
         def copy_back(done: Any) -> list[torch.Tensor]:
             done.value()
@@ -244,7 +245,7 @@ def _joined(
 def _checked(
     name: str, tensors: Sequence[torch.Tensor], group: ProcessGroup, *, are_written: bool
 ) -> tuple[list[torch.Tensor], bool]:
-    """Check the tensors. Return them as `checks.resolved` gives them, and whether one of them is a FakeTensor.
+    """Check the tensors. Return the tensors that `checks.resolved` makes from them, and whether one is a FakeTensor.
 
     See Note [Tensors that are no memory] in `tensors.checks`.
     """

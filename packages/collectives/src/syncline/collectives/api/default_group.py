@@ -296,7 +296,7 @@ def replace_default_group(old: ProcessGroup, new: ProcessGroup) -> bool:
 
 
 def follow_default_group(follower: Callable[[ProcessGroup], None]) -> None:
-    """Let `replace_default_group` call `follower` with each new group. `follower` may communicate."""
+    """From now on, `replace_default_group` calls `follower` with each new default group. `follower` may communicate."""
     if follower not in _followers:
         _followers.append(follower)
 

@@ -11,8 +11,8 @@ function                       what every rank gets              gradient (of th
 `broadcast_object`             the root's object                 none
 =============================  ================================  ==============================================
 
-Functions whose names end in `_coalesced` take a list, and send its tensors together. With `async_op=True` a function returns
-a `PendingResult`, and autograd does not work.
+Functions whose names end in `_coalesced` take a list of tensors, and send these tensors together. With `async_op=True` a
+function returns a `PendingResult`, and autograd does not work.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from .returned import PendingResult, all_reduce_copy_coalesced
 
 
 class _Entry(IntEnum):
-    """The message of one rank in a roll call."""
+    """The message of one rank in a roll call; see `UnevenCalls`."""
 
     JOINED = 0
     CALL = 1
@@ -57,8 +57,9 @@ class UnevenCalls:
         All ranks define the same steps in the same order.
 
         Args:
-            shadow: a method that calls the collectives of the step with zeros. When other ranks announce the step, a joined
-                rank calls this method. `UnevenCalls` keeps only a weak reference to the method's object, so keep the object.
+            shadow: a method that calls the collectives of the step with zeros. When other ranks announce the step, a rank
+                that has called `join` calls this method. `UnevenCalls` keeps only a weak reference to the method's object, so
+                keep the object.
 
         Returns:
             The step's number, which `announce_step` takes.
@@ -69,10 +70,10 @@ class UnevenCalls:
     def announce_all_reduce(self, tensors: Sequence[torch.Tensor], op: Reduction) -> None:
         """Announce that this rank's next collective is an `all_reduce_copy_coalesced` of these tensors.
 
-        All ranks that have not joined call this method. Joined ranks take part in the all-reduce with zeros.
+        All ranks that have not called `join` call this method. The other ranks take part in the all-reduce with zeros.
 
         Raises:
-            MisuseError: another rank has joined, and `op` is neither SUM nor AVG.
+            MisuseError: another rank has called `join`, and `op` is neither SUM nor AVG.
             DisagreementError: another rank called `announce_step` instead.
         """
         op = from_torch(op) or op
@@ -83,13 +84,13 @@ class UnevenCalls:
             self._tell(([(tuple(tensor.shape), tensor.dtype, tensor.device.type) for tensor in tensors], op))
 
     def announce_complete(self, what: str) -> None:
-        """Announce a collective that needs all ranks, because zeros from a joined rank would make the result wrong.
+        """Announce a collective that needs all ranks, because zeros from some ranks would make the result wrong.
 
-        All ranks that have not joined call this method. If no rank has joined, the method returns, and the ranks may call the
-        collective. `what` names the collective in the error message.
+        All ranks that have not called `join` call this method. If no rank has called `join`, the method returns, and the ranks
+        may call the collective. `what` names the collective in the error message.
 
         Raises:
-            MisuseError: a rank has joined. All ranks that have not joined raise this error.
+            MisuseError: a rank has called `join`. All ranks that call this method raise this error.
             DisagreementError: another rank called `announce_step` instead.
         """
         if self._call_roll():
@@ -113,13 +114,13 @@ class UnevenCalls:
         return PendingResult([work], lambda: self._note(*self._hear(work, heard)))
 
     def join(self) -> int:
-        """Take part with zeros in the collectives of other ranks, until all ranks have joined.
+        """Take part with zeros in the collectives of other ranks, until all ranks have called this method.
 
         A rank calls this method when its own loop has ended.
 
         Returns:
-            The rank that joined last. If several ranks joined last at the same time, the highest of these ranks. All ranks
-                return the same number.
+            The rank that called this method last. If several ranks called it last at the same time, the highest of these
+                ranks. All ranks return the same number.
         """
         while True:
             present, entries = self._hear(*self._issue(_Entry.JOINED, 0))

@@ -46,24 +46,24 @@ class Signature(NamedTuple):
     def of(
         cls, name: str, tensor: torch.Tensor, op: Reduction | None = None, root: int | None = None, detail: str = ""
     ) -> Signature:
-        r"""Return the signature of a call with this main tensor."""
+        r"""Return the signature of a call. `tensor` is the main tensor: the argument `tensor` or `output` of the method."""
         return cls(name, op, root, tensor.dtype, tensor.shape, device_type_of(tensor), detail)
 
     @property
     def reduction(self) -> Reduction:
-        """The reduction. Only for a collective that reduces."""
+        """The reduction. Read this property only if the collective reduces."""
         assert self.op is not None
         return self.op
 
     @property
     def root_rank(self) -> int:
-        """The root's rank in the group. Only for a collective with a root."""
+        """The root's rank in the group. Read this property only if the collective has a root."""
         assert self.root is not None
         return self.root
 
     @property
     def element_dtype(self) -> torch.dtype:
-        """The dtype of the main tensor. Only for a call with a tensor."""
+        """The dtype of the main tensor. Read this property only if the call has a tensor."""
         assert self.dtype is not None
         return self.dtype
 
@@ -124,7 +124,7 @@ _LIBRARIES = ("syncline.", "torch.")
 
 
 class Call:
-    """One call of a collective that this rank has issued. A call that is over refers to no tensor.
+    """One call of a collective that this rank has issued. When the call is over, this object keeps no tensor.
 
     Attributes:
         number: the call's number on this rank, from 0; None for calls that not all ranks of the group issue.
@@ -228,7 +228,7 @@ class Call:
 
 
 def _users_line() -> tuple[CodeType | None, int]:
-    """Return the innermost function of the user's program, and its current instruction."""
+    """Return the innermost running function of the user's program, and the index of its current instruction."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith(_LIBRARIES):

@@ -56,11 +56,11 @@ class CancelScope:
 
     Args:
         timeout_s: the time limit of the wait, in seconds from now.
-        ask: returns an exception if the wait can never succeed, or None. `check` calls `ask` now and then, and an exception
-            ends the scope.
+        ask: returns an exception if the wait can never succeed, or None. `check` calls `ask` now and then. If
+            `ask` returns an exception, the scope ends.
 
     Attributes:
-        ask: may keep a group alive, so set it to None if you keep the scope.
+        ask: the function `ask`, or None. The function may keep a group alive, so set `ask` to None if you keep the scope.
         reason: the exception that `cancel` got or `ask` returned, or None.
         was_noticed: whether `check` has raised an error.
     """
@@ -150,8 +150,8 @@ def start_thread(thread: threading.Thread) -> None:
 class DetachedCall(Generic[T]):
     """Calls a function once, on a new daemon thread, which stays blocked if the function never returns.
 
-    Use this class for a library function that may block in C code. `wait` ends with its scope in any case. At exit, the process
-    waits at most 5 seconds for the threads of all such calls.
+    Use this class for a library function that may block in C code. When the scope of `wait` ends, `wait` raises an error,
+    even if the function is still blocked. At exit, the process waits at most 5 seconds for the threads of all such calls.
 
     Args:
         function: the function to call. This object keeps no reference to the function after the call.

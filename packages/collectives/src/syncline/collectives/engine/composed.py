@@ -52,7 +52,7 @@ class DelegatingGroup(ProcessGroup):
 
     @override
     def close(self) -> None:
-        """Close all groups, the last group first, even if closing one of them raises an error."""
+        """Close all member groups, the last group first. If a member group raises an error, still close the others."""
         # An `ExitStack` goes on closing after an error, and raises the error at the end.
         with ExitStack() as closing:
             for group in self._all:
@@ -104,7 +104,7 @@ class DelegatingGroup(ProcessGroup):
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
-        """Compare the calls of each member group separately."""
+        """Compare the calls of each member group separately. See `ProcessGroup.agree_on_calls`."""
         works = [work for group in self._all if (work := group.agree_on_calls(async_op=async_op)) is not None]
         # If no group returns a work, there is nothing to wait for. Groups over NCCL may compare on another thread.
         return self._together(works, "agree_on_calls", async_op) if works else None
@@ -136,9 +136,10 @@ class DelegatingGroup(ProcessGroup):
 
 
 class PerDeviceGroup(DelegatingGroup):
-    """A group with one member group, of the same ranks, for each type of device ("cpu", "cuda").
+    """A group that has one member group for each type of device ("cpu", "cuda"). All member groups have the same ranks.
 
-    Calls of different member groups may run in any order. A barrier runs on the member group that the program names first.
+    Calls of different member groups may run in any order. A barrier runs on the first member group in the backend's name, for
+    example on "mpi" if the name is "cpu:mpi,cuda:nccl".
     """
 
     def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
@@ -170,7 +171,7 @@ class PerDeviceGroup(DelegatingGroup):
         return self.groups["cpu"].meeting_store() if "cpu" in self.groups else None
 
     def describe(self) -> str:
-        r"""As `ProcessGroup.describe`, for each type of device."""
+        r"""Return the library and its version for each type of device."""
         return "; ".join(f"{device_type} by {group.describe()}" for device_type, group in self.groups.items())
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -179,7 +180,7 @@ class PerDeviceGroup(DelegatingGroup):
         return super().allocate(numel, dtype, device) if group is None else group.allocate(numel, dtype, device)
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
-        """As `ProcessGroup.algorithm_of`, of the member group that serves the tensor's device, if any."""
+        """See `ProcessGroup.algorithm_of`. The member group for the tensor's device answers; None if there is no such group."""
         group = self.groups.get(tensor.device.type)
         return None if group is None else group.algorithm_of(name, tensor)
 

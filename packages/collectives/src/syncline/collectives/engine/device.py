@@ -23,7 +23,7 @@ class Event(ABC):
 
     @abstractmethod
     def is_over(self) -> bool:
-        """Whether the device has passed this event. Not allowed while the stream is being captured.
+        """Whether the device has passed this event. Do not call this method while the stream is captured into a graph.
 
         Raises:
             RuntimeError: the device has faulted.
@@ -127,9 +127,9 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def background(self, device: torch.device) -> AbstractContextManager[object]:
-        """A context manager for a group's thread: `device` is the current device.
+        """A context manager for a group's thread. Inside the context, `device` is the thread's current device.
 
-        Inside the context, this thread's calls do not break a graph capture of another thread.
+        Inside the context, this thread's calls also do not break a graph capture of another thread.
         """
 
     @abstractmethod

@@ -41,7 +41,7 @@ LONGEST_REPORT_S = 10.0
 
 
 class EngineGroup(ProcessGroup, Inherited):
-    """The common base of the groups that carry out calls themselves.
+    """The base class of the groups that carry out calls themselves, instead of passing them on to other groups.
 
     The group keeps a `Plan` for each signature, a record of the last calls (`recorder`), the first failure, and a digest of all
     calls. The ranks compare their digests.
@@ -110,7 +110,7 @@ class EngineGroup(ProcessGroup, Inherited):
     # ---- start ----
 
     def start(self, options: Mapping[str, object]) -> None:
-        """Compare the options with the other ranks, and write reports of failures from now on.
+        """Check that all ranks have the same options. From now on, write a report if the group fails.
 
         All ranks call this method before any other method.
 
@@ -135,7 +135,7 @@ class EngineGroup(ProcessGroup, Inherited):
         return [text for _, text in sorted((rank, text) for text, ranks in said.ranks.items() for rank in ranks)]
 
     def report_to(self, reporter: Reporter | None) -> None:
-        """Let `reporter` report the first failure of this group. None: no reports.
+        """From now on, `reporter` writes the report if this group fails. None turns reports off.
 
         Groups that are made from this group after this call get the same reporter.
         """
@@ -199,10 +199,10 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @abstractmethod
     def _note_failure_is_seen(self) -> None:
-        """Note that the program has seen the first failure, if there is one, so that `close` does not raise the failure."""
+        """Store that the program has seen the first failure, if there is one. Then `close` does not raise this failure."""
 
     def _reported(self, failure: BaseException) -> BaseException:
-        """Write a report. Return the failure; if it is a `SynclineError`, its text then names the report's folder."""
+        """Write a report of `failure`, unless reports are off. Return `failure`, or a copy that names the report's folder."""
         # A report for each expected loss would hide the real failures.
         if self._is_expected(failure):
             return failure
@@ -217,7 +217,7 @@ class EngineGroup(ProcessGroup, Inherited):
         )
 
     def _is_expected(self, failure: BaseException) -> bool:
-        """Whether an elastic training handles this loss itself."""
+        """Whether `failure` is a `TransportError` after which the program goes on; see `expect_losses`."""
         return self._losses_are_expected and isinstance(failure, TransportError)
 
     @override
@@ -282,7 +282,7 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @abstractmethod
     def _meet_before_close(self) -> None:
-        """If this group needs it, wait until the other ranks close the group, too, and compare all calls with them."""
+        """Wait until the other ranks close the group, too, and compare all calls with them. Some groups do nothing here."""
 
     @abstractmethod
     def _close(self) -> None:
@@ -312,7 +312,7 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @abstractmethod
     def _abort(self, failure: BaseException) -> None:
-        """Let all calls in flight fail, without waiting. The caller has set `_closed`."""
+        """Make all calls in flight fail, without waiting. The caller has set `_closed`."""
 
 
 def members_of(color: int, colors_and_keys: Sequence[Sequence[int]]) -> list[int]:

@@ -159,12 +159,12 @@ class HostGroup(EngineGroup):
 
     @override
     def start(self, options: Mapping[str, object], stall_warning_s: float = 0) -> None:
-        """As `EngineGroup.start`. `stall_warning_s` is for `warn_of_stalls`."""
+        """See `EngineGroup.start`. Then call `warn_of_stalls` with `stall_warning_s`."""
         super().start(options)
         self.warn_of_stalls(stall_warning_s)
 
     def warn_of_stalls(self, stall_warning_s: float) -> None:
-        """Let rank 0 log which ranks wait in a call that takes longer than `stall_warning_s` seconds. 0 switches this off.
+        """If a call takes longer than `stall_warning_s` seconds, rank 0 logs which ranks wait in the call. 0: no warnings.
 
         Groups that are made from this group later get this limit, too.
         """
@@ -261,7 +261,7 @@ class HostGroup(EngineGroup):
         self._in_flight.discard(work)
 
     def _run(self, call: Call, body: Body, order: StreamOrder | None) -> None:
-        """Run one call to its end. An error is the group's first failure. See [2] in `HostGroup`."""
+        """Run one call to its end. If the call fails, its error is the group's first failure. See [2] in `HostGroup`."""
         # While the call waits, `CancelScope.check` calls `ask` every 10 ms, and raises the error that `ask` returns. The
         # monitor asks only whether a rank is lost (`reason_to_give_up`), and may cancel the scope first; see Note [Who ends a
         # call] in `health.monitor`.
@@ -351,7 +351,7 @@ class HostGroup(EngineGroup):
     # ---- memory ----
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        """As `ProcessGroup.allocate`. An allocation of host memory waits for its turn, like a collective."""
+        """See `ProcessGroup.allocate`. An allocation of host memory waits for its turn, like a collective."""
         # The transport has fast memory only on the host; torch allocates the rest.
         if torch.device(device).type != "cpu":
             return super().allocate(numel, dtype, device)
@@ -512,7 +512,7 @@ class HostGroup(EngineGroup):
     def _meet_at_close(self, call: Call) -> None:
         """Compare all calls with the other ranks, and find out whether all ranks close the group.
 
-        It is no error if a rank does not come.
+        If a rank does not close the group in time, this method raises no error.
         """
         longest_s = _CLOSE_S if self._compares_later else _FREE_S
         scope = call.scope.within(longest_s, self._why_sender_will_not_send)
@@ -532,7 +532,7 @@ class HostGroup(EngineGroup):
 
     @override
     def _close(self) -> None:
-        """As `EngineGroup._close`.
+        """See `EngineGroup._close`.
 
         Raises:
             BaseException: the first failure, if the program has not seen it.
@@ -568,7 +568,7 @@ class HostGroup(EngineGroup):
             )
 
     def _close_transport(self) -> None:
-        """Close the transport. `membership.ShrinkableGroup` also closes its reconnector."""
+        """Close the transport. The subclass `membership.ShrinkableGroup` also closes its reconnector."""
         self._transport.close()
 
     def _stop_watching(self) -> None:
@@ -593,7 +593,7 @@ class HostGroup(EngineGroup):
     # ---- failures ----
 
     def _fail(self, error: BaseException, call: Call) -> NoReturn:
-        """Let the group fail, and raise the call's error: see [4] in `HostGroup`."""
+        """Mark the group as failed, and raise the error of the call; see [4] in `HostGroup`."""
         call.scope.was_noticed = True  # so that the monitor gives this thread the time to write its report and its alarm
         call.is_over(FAILED)
         if error is self._first_failure:  # from `abort`, which has already told the other ranks
@@ -620,7 +620,7 @@ class HostGroup(EngineGroup):
             self._was_seen = True
 
     def _on_failure(self, failure: BaseException) -> None:
-        """Do nothing. Called once, when the group has failed. `membership.ShrinkableGroup` tells the other ranks here."""
+        """Called once, when the group has failed. The subclass `membership.ShrinkableGroup` tells the other ranks here."""
 
     def _why_sender_will_not_send(self) -> TransportError | None:
         """Return an error if another rank is lost or has left the job, so that its message will never come."""
@@ -638,7 +638,7 @@ class HostGroup(EngineGroup):
         return reason or self.reason_to_give_up() or self._alarm()
 
     def _alarm(self) -> TransportError | None:
-        """Return None. `membership.ShrinkableGroup` returns an error if the group's store has an alarm of another rank."""
+        """Return None. The subclass `ShrinkableGroup` returns an error if the group's store has an alarm of another rank."""
         return None
 
     # ---- for the monitor; see Note [Who ends a call] in `health.monitor` ----
@@ -657,7 +657,7 @@ class HostGroup(EngineGroup):
         self._transport.interrupt()
 
     def missing_in_words(self) -> str:
-        """As `FailureWords.missing`."""
+        """Return a sentence about the running call, with the lost and stopped ranks; see `FailureWords.missing`."""
         return self._words.missing(self._running)
 
     def report(self, reason: str) -> None:
@@ -693,7 +693,7 @@ class GroupWork(PendingWork):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Block until the call is finished.
 
-        In a callback of the group, this thread runs the queued calls itself, up to this call. This thread also does so if
+        In two cases, the waiting thread itself runs the queued calls, up to this call: in a callback of the group, or if
         `timeout` is None and no other thread runs a call.
         """
         if self._queue.is_running_here():

@@ -80,7 +80,7 @@ observers: list[Observer] = []
 
 
 class _Here(threading.local):
-    """Whether this thread is inside a call that is shown. Calls inside such a call are not shown."""
+    """Whether this thread is inside a call that the profiler or the observers see. Calls inside this call are not shown."""
 
     is_profiled = False
     is_observed = False
@@ -140,7 +140,7 @@ def public_call(method: Method) -> Method:
 
 
 def shown(group: Group, name: str, tensors: list[torch.Tensor], issue: Callable[[], Work], *, is_async: bool) -> Work:
-    """Issue a call of a group by `issue`. If a profiler runs and the group shows its calls, open a range for the call.
+    """Call `issue`, which issues a call of `group`. If a profiler runs and the group shows its calls, open a range.
 
     The range shows the shapes of `tensors`. If `is_async`, the call may go on after `issue` has returned.
     """
@@ -151,7 +151,7 @@ def shown(group: Group, name: str, tensors: list[torch.Tensor], issue: Callable[
 
 
 def profiled(title: str, tensors: list[torch.Tensor], issue: Callable[[], Work], *, is_async: bool) -> Work:
-    """Issue a call by `issue` inside a range of torch's profiler. The range lasts until the call is over. See `shown`."""
+    """Call `issue` inside a range of torch's profiler. The range lasts until the issued call is over. See `shown`."""
     # An outer call has opened the range already.
     if _here.is_profiled:
         return issue()

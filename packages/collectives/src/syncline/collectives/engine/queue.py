@@ -103,7 +103,7 @@ class Queue:
     def run_here(self, task: Callable[..., None], *arguments: object) -> bool:
         """Run a task on this thread, if no other task must run before it, or if this thread already runs a task.
 
-        An error of the task reaches the caller. If the result is False, the task was not run: call `enqueue`.
+        If the task raises an error, this method raises it, too. If the result is False, the task was not run: call `enqueue`.
         """
         me = get_ident()
         # This is a callback of the running task. Its thread already has the turn, and the new task comes before queued tasks.
@@ -141,10 +141,10 @@ class Queue:
                 self._running_on = None
 
     def enqueue(self, task: Task) -> bool:
-        """Let the queue's thread run a task after all earlier tasks. In a callback, run the task at once on this thread.
+        """Add a task that the queue's thread runs after all earlier tasks. In a callback, run the task at once on this thread.
 
         The task must not raise an error. If an interrupt such as Ctrl-C ends a task, the queue runs this task again. Return
-        False if `stop` was called, so that the task will not run.
+        False if the task will not run, because `stop` was called.
 
         Raises:
             RuntimeError: the thread cannot start, so the task will not run.
@@ -198,9 +198,10 @@ class Queue:
                 self._turn.release()
 
     def hand_over(self, callbacks: Task) -> bool:
-        """Let the queue's thread run these callbacks next, before all queued tasks. Call this method inside a task.
+        """Make the queue's thread run these callbacks next, before all queued tasks. Call this method inside a task.
 
-        Return False if `help` does not run the task or the queue is stopped. Then the caller must run the callbacks.
+        Works only in a task that `help` runs, while the queue is not stopped. Otherwise return False: the caller must run the
+        callbacks.
         """
         # If `help` does not run the current task, the thread that runs it may complete the future itself.
         if self._helper != get_ident():
@@ -248,7 +249,7 @@ class Queue:
             self._changed.notify_all()
 
     def drop(self) -> None:
-        """Stop the queue. A finalizer may call this method, but not `stop`: this method never waits for the queue's lock.
+        """Stop the queue, without waiting for the queue's lock. A finalizer must call this method instead of `stop`.
 
         If another thread holds the lock, the queue's thread may sleep until the process ends.
         """
@@ -298,7 +299,7 @@ class Queue:
         return get_ident() in self._callbacks
 
     def guard(self, callback: Callback, number: int, *, was_waited_for: bool) -> Callback:
-        """Wrap a callback that the program attaches to the work of call `number`, so that the queue knows when it runs.
+        """Wrap a callback of the work of call `number`, so that the queue knows when the callback runs.
 
         `was_waited_for` says whether the program has already waited for this work.
         """

@@ -14,7 +14,7 @@ FIRST_RESERVED, LAST_RESERVED = 32_000, 32_767
 
 
 class ReservedTag(int):
-    """A reserved tag. `send` and `recv` accept an object of this type, but refuse a plain int with the same value."""
+    """A tag that only Syncline uses. `send` and `recv` accept this type, but refuse a plain int with the same value."""
 
 
 #: The ranks of an NCCL group exchange messages over another group, on the host (CPU). These constants are the first tag of
@@ -54,7 +54,7 @@ _OTHER_DTYPE = 2**_BITS - 1
 def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
     """Return the tag of a message on the wire. This tag contains the caller's tag and the dtype.
 
-    `largest` is the largest tag that the library takes. If it leaves no room for the dtype, return the caller's tag alone.
+    `largest` is the largest tag that the library takes. If `largest` is too small for the dtype, return the caller's tag alone.
 
     Raises:
         InvalidArgumentError: the caller's tag is too large for this library.

@@ -84,11 +84,11 @@ class TransferWork(Work):
         return self._outcome.is_completed()
 
     def exception(self) -> BaseException | None:
-        r"""As `Work.exception`."""
+        r"""See `Work.exception`."""
         return self._outcome.exception()
 
     def result(self) -> list[torch.Tensor]:
-        r"""As `Work.result`."""
+        r"""See `Work.result`."""
         return self._outcome.result()
 
     def source_rank(self) -> int | None:

@@ -26,8 +26,8 @@ class Request(ABC):
     def wait(self, scope: CancelScope) -> None:
         """Block until the request is over. Only one thread at a time calls this method.
 
-        The program's tensor may require a gradient. So if a request uses torch to copy a message to this tensor, here or in
-        `test`, it must enter the context `tensors.layout.untracked`.
+        The program's tensor may require a gradient. So if this method or `test` copies a message to this tensor with torch,
+        the method must do so in the context `tensors.layout.untracked`.
 
         Raises:
             TimeoutError: the scope's time limit was reached. The caller may wait again. But over Gloo the next wait raises a
@@ -40,7 +40,7 @@ class Request(ABC):
     def test(self) -> bool:
         """Whether the request is over. Never blocks.
 
-        If the library cannot tell without waiting, False until `wait` has returned.
+        If the library cannot tell without waiting, return False until `wait` has returned.
         """
 
     @abstractmethod
@@ -272,7 +272,7 @@ class LibraryTransport(Transport):
 
 
 class LibraryPlan(Plan):
-    """Carries out a collective by the `LibraryTransport`'s method for this collective."""
+    """Carries out a collective by calling the method of a `LibraryTransport` for this collective."""
 
     def __init__(self, transport: LibraryTransport, signature: Signature) -> None:
         self._transport = transport
@@ -284,7 +284,7 @@ class LibraryPlan(Plan):
         return self._transport.backend_name
 
     def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:
-        """As `Plan.run`."""
+        """See `Plan.run`."""
         transport, signature = self._transport, self._signature
         part, block = flat(part), None if whole is None else flat(whole)
         match signature.name:

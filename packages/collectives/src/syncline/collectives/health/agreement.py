@@ -86,7 +86,7 @@ class MessageCarrier(Carrier):
         self._size = size
 
     def maximum(self, numbers: Sequence[int], scope: CancelScope) -> list[int]:
-        """As `Carrier.maximum`."""
+        """See `Carrier.maximum`."""
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         for before, after in rounds(self._rank, self._size):
             theirs = torch.empty_like(mine)
@@ -95,7 +95,7 @@ class MessageCarrier(Carrier):
         return [int(number) for number in mine.tolist()]
 
     def statements(self, text: str, scope: CancelScope, *, most_told: int | None = MOST_TOLD) -> Statements:
-        """As `Carrier.statements`. Each message contains all texts that the sender knows; see `Statements.packed`."""
+        """See `Carrier.statements`. Each message contains all texts that the sender knows; see `Statements.packed`."""
         said = Statements()
         said.add(text, [self._rank])
         for before, after in rounds(self._rank, self._size):
@@ -131,7 +131,7 @@ def rounds(rank: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class History(NamedTuple):
-    """A digest of the calls that a rank has made until some moment, and the number of these calls."""
+    """A digest of all calls that a rank had made at some moment, and the number of these calls."""
 
     digest: int
     calls: int
@@ -241,7 +241,7 @@ class Agreement:
     # ---- for errors ----
 
     def _statements(self, text: str, scope: CancelScope) -> Statements:
-        """Return the texts of the ranks, for an error that all ranks will raise; at a time limit, only this rank's text."""
+        """Return the texts of all ranks, for an error text. If the other ranks do not answer, return only this rank's text."""
         # All ranks have begun the comparison that has found a difference, so their texts come soon.
         scope = scope.within(_TELL_S)
         said = Statements()

@@ -1,4 +1,4 @@
-"""`Connecting` limits the time that a rank needs to connect its group, and warns if the rank waits long."""
+"""`Connecting` limits the time in which a rank connects its group, and warns if the rank waits long."""
 
 from __future__ import annotations
 

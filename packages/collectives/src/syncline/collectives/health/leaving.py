@@ -32,7 +32,7 @@ class OpenGroup(Protocol):
     """A group that this process closes before MPI ends, if the program has not closed it."""
 
     def close(self) -> None:
-        """As `ProcessGroup.close`."""
+        """See `ProcessGroup.close`."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Leavers:
         return calls
 
     def forget(self, key: str) -> None:
-        """Leave the group with this key out of this rank's notice."""
+        """Drop the group with this key: this rank's notice will not contain the group."""
         with self._lock:
             self._groups.pop(key, None)
 
@@ -98,7 +98,7 @@ class Leavers:
             return any(not (calls.is_part or calls.is_closed) for calls in self._groups.values())
 
     def add(self, group: OpenGroup) -> None:
-        """Remember a group whose calls this object counts. Keep only a weak reference to the group."""
+        """Add a group whose calls this object counts. This object keeps only a weak reference to the group."""
         self._made_by.add(group)
 
     def open_groups(self) -> list[OpenGroup]:

@@ -1,4 +1,4 @@
-"""Find out which members of a group are lost. The module also knows the identity of processes, and the current run."""
+"""Find out which members of a group are lost. The module also identifies processes, and stores the current run."""
 
 from __future__ import annotations
 
@@ -178,9 +178,9 @@ class Liveness:
     """Finds out whether the processes of a group's ranks still exist. Any thread may call the methods.
 
     Args:
-        members: the known processes of the ranks. Only processes of this node can be looked at.
+        members: the known processes of the ranks. This object can look only at processes of this node.
         rank: this rank.
-        lost_ranks: returns ranks that another source, such as the library, reports as lost. It must not block.
+        lost_ranks: returns ranks that another source, such as the library, reports as lost. The function must not block.
     """
 
     def __init__(self, members: Mapping[int, ProcessIdentity], rank: int, lost_ranks: LostRanks = tuple) -> None:

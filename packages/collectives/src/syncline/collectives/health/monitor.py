@@ -101,7 +101,7 @@ class Looked(Protocol):
         """Whether there is nothing to look at. The monitor's thread reads this property, so it must not block."""
 
     def look(self, now_s: float) -> None:
-        """Look once. The method must not wait for another rank. If it raises an error, the monitor does not call it again."""
+        """Look once. The method must not wait for another rank. If `look` raises an error, the monitor stops calling `look`."""
 
 
 class Step(Enum):
@@ -300,14 +300,14 @@ def monitor() -> Monitor | None:
 
 
 def watch(group: Monitored) -> None:
-    """Let the monitor of this process watch a group's calls, as long as the group exists."""
+    """From now on, the monitor of this process watches the group's calls, as long as the group exists."""
     found = monitor()
     if found is not None:
         found.watch(group)
 
 
 def call_now_and_then(looked: Looked) -> None:
-    """Let the monitor of this process call `looked.look` now and then, as long as the object exists."""
+    """From now on, the monitor of this process calls `looked.look` now and then, as long as `looked` exists."""
     found = monitor()
     if found is not None:
         found.call_now_and_then(looked)

@@ -103,7 +103,7 @@ def find_divergence(histories: Mapping[int, Sequence[CallRecord]], begun: Mappin
     Args:
         histories: the last calls of each rank.
         begun: how many calls with a position each rank has begun. If no remembered call of a rank has a position, the rank is
-            compared only from this number on. None means 0 for such a rank.
+            compared only from this number on. If `begun` is None, such a rank is compared at every position.
     """
     placed = {rank: _by_position(records) for rank, records in sorted(histories.items())}
     known = {rank: calls for rank, calls in placed.items() if calls}

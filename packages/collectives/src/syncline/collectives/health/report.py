@@ -83,13 +83,13 @@ def _group(content: Any) -> GroupRecord:
 
 @cache
 def _kinds(record: type) -> dict[str, Any]:
-    """The types of a dataclass's fields, without the tuples. JSON may write a float as an integer."""
+    """Return the types of a dataclass's fields, except tuple fields. For a float, JSON may have an int, so allow both."""
     hints = {name: hint for name, hint in get_type_hints(record).items() if get_origin(hint) is not tuple}
     return {name: int | float if hint is float else hint for name, hint in hints.items()}
 
 
 def _checked(record: type, content: Any) -> dict[str, Any]:
-    """Return the entries of `content` for the fields of a dataclass, without the tuples. The entries have the fields' types."""
+    """Return the entries of `content` for the fields of a dataclass, except tuple fields. Check the types of the entries."""
     for name, kind in _kinds(record).items():
         if not isinstance(content[name], kind):
             raise TypeError(f"expected {getattr(kind, '__name__', kind)} as {name}, found {content[name]!r:.80}")
@@ -99,7 +99,7 @@ def _checked(record: type, content: Any) -> dict[str, Any]:
 def read_reports(folder: Path) -> list[RankReport]:
     """Return all reports, in the order of ranks. The reports of one rank are in the order of time.
 
-    Only the latest report of each rank has its groups and stacks. Log a warning for each file that cannot be read.
+    Earlier reports of a rank are returned without groups and stacks. For each file that cannot be read, log a warning.
 
     Raises:
         InvalidArgumentError: the folder has no report that can be read.
@@ -317,7 +317,7 @@ class Reporter:
         self.failed_at = 0.0
 
     def watch(self, recorder: Recorder) -> None:
-        """Include this group's calls in later reports. Keep only a weak reference to the recorder."""
+        """Include the calls of `recorder` in later reports. The reporter keeps only a weak reference to `recorder`."""
         self._recorders.add(recorder)
 
     def write(self, reason: str) -> Path | None:

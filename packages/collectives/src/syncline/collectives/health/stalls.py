@@ -46,9 +46,9 @@ class StatusPost(ABC):
 
     @abstractmethod
     def posted(self) -> Mapping[int, str]:
-        """On rank 0, return the latest line of each rank that has posted a line since the last call.
+        """On rank 0, return the latest line of each rank from which a line has arrived since the last call.
 
-        The result may also contain lines that an earlier call has already returned.
+        Some subclasses also return the latest lines of other ranks, although an earlier call has already returned them.
         """
 
     def pass_on(self) -> None:  # noqa: B027 - most have nothing to do

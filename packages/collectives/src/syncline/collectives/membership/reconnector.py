@@ -51,7 +51,7 @@ class Generation:
 
 
 class Reconnector(ABC):
-    """Connects the members of a group again after a loss. Each backend that can do this has a subclass."""
+    """Connects the remaining members of a group after the loss of a rank. Each backend that can do this has a subclass."""
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
@@ -69,7 +69,9 @@ class Reconnector(ABC):
         return ()
 
     def admit(self, silence_timeout_s: float, limit: int | None = None) -> Transport:
-        """Connect the survivors and at most `limit` newcomers (None: all). Newcomers call this method, too. See `shrink`.
+        """Connect the survivors and at most `limit` newcomers (None: all). Newcomers call this method, too.
+
+        See also `ProcessGroup.admit`.
 
         Raises:
             CollectiveTimeout: the members did not let this newcomer in.
@@ -88,12 +90,12 @@ class Reconnector(ABC):
         """Tell the members of a generation that their group has failed, and the reason, so that no member waits uselessly."""
 
     def alarm(self, generation: Generation) -> str | None:  # noqa: ARG002 - the library may tell the member itself
-        """Return the reason with which a member of a generation has raised the alarm. None if there was no alarm."""
+        """Return the reason that a member of a generation has passed to `raise_alarm`. None if there was no alarm."""
         return None
 
     @abstractmethod
     def shrink(self, silence_timeout_s: float) -> Transport:
-        """Connect the survivors. On return, the attribute `generation` is their new generation.
+        """Connect the survivors of a loss. On return, the attribute `generation` is their new generation.
 
         Every survivor calls this method. A survivor whose call fails may call this method again.
 

@@ -1,4 +1,4 @@
-"""ShrinkableGroup: a `HostGroup` that its survivors can replace by a new group after a loss, together with newcomers."""
+"""ShrinkableGroup: a `HostGroup` that its members can replace by a new group, without lost ranks or with newcomers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StoreReconnector: after a loss, the members of a group meet again in the store in which they met at the start."""
+"""StoreReconnector: after the loss of a rank, the members of a group meet again in the store in which they met at the start."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Newcomers = Callable[[], Sequence[int]]
 
 
 def nobody() -> Sequence[int]:
-    """Return no newcomers."""
+    """Return an empty sequence of newcomers."""
     return ()
 
 
@@ -81,8 +81,8 @@ class MembershipVote:
             newcomers: returns the newcomers to propose.
 
         Raises:
-            RankGivenUpError: the other members have gone on without this member, or more running members were silent than have
-                called `agree`.
+            RankGivenUpError: the other members have gone on without this member, or more running members were silent than
+                members have called `agree`.
             StoreError: the store itself is lost.
         """
         self._store.set(f"here/{self._me}", b"")

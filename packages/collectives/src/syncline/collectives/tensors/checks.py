@@ -20,9 +20,9 @@ _USUAL = frozenset({torch.Tensor, torch.nn.Parameter, ReduceOp, PremulSum, int, 
 
 
 def are_usual(values: Iterable[object]) -> bool:
-    """Whether all arguments, and all entries of lists and tuples among them, have usual types.
+    """Whether all arguments, and all entries of lists and tuples among them, are of types such as `torch.Tensor` or `int`.
 
-    If true, the caller need not call `resolved` and `has_fakes` for these arguments.
+    If true, the caller need not call `resolved` and `has_fakes` for these arguments. A tensor of a subclass gives False.
     """
     for value in values:
         kind = type(value)
@@ -302,7 +302,7 @@ def _marked(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> 
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of the first byte and of the byte after the last one."""
+    """Return the address of the tensor's first byte, and the address after its last byte."""
     # Another tensor may lie in the gaps of a tensor that is not contiguous, so take only the first element.
     elements = tensor.numel() if tensor.is_contiguous() else 1
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()

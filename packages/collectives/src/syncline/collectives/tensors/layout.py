@@ -21,7 +21,7 @@ def untracked() -> torch.inference_mode:
 def writing(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """A context in which `tensor` may be written. The context is in inference mode only if `tensor` is an inference tensor.
 
-    For sparse tensors: CUDA's sparse operators fail in inference mode.
+    Use this context for sparse tensors, because CUDA's sparse operators fail in inference mode.
     """
     return untracked() if tensor.is_inference() else torch.no_grad()
 
@@ -59,7 +59,7 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def in_plain_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself, or a contiguous copy if the tensor is not contiguous, or lazily conjugated or negated."""
+    """Return a contiguous tensor that is not lazily conjugated or negated: the tensor itself if possible, or a copy."""
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     return tensor.resolve_conj().resolve_neg().contiguous()
@@ -128,7 +128,10 @@ def pack(
 def unpack(
     name: str, part: torch.Tensor, whole: torch.Tensor | None, writes: Sequence[torch.Tensor], *, is_root: bool = False
 ) -> None:
-    """Copy the results of a call from the tensors of `pack` to `writes`. Tell autograd if the library wrote a tensor itself."""
+    """Copy a call's results from `part` or `whole` to `writes`.
+
+    If the library has written a tensor of `writes` itself, copy nothing, but tell autograd.
+    """
     wire = whole if name in _PART_IS_READ else part
     if wire is None or not writes or name == ("broadcast" if is_root else "reduce"):
         return  # this rank got no result: it is the root of a broadcast, or is not the root of a reduce or gather
@@ -144,7 +147,8 @@ def unpack(
 def in_one_block(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate tensors into a new flat tensor.
 
-    A single tensor is copied, too: in a group of one rank, it may share memory with the output, and libraries refuse this.
+    A single tensor is copied, too. In a group of one rank, it could otherwise share memory with the output, which libraries
+    refuse.
     """
     return torch.cat([flat(in_plain_order(tensor)) for tensor in tensors])
 

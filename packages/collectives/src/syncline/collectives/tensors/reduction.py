@@ -86,7 +86,7 @@ def reducer_of(terms: Sequence[torch.Tensor], op: Reduction, dtype: torch.dtype)
 
 
 def combine(op: Reduction, terms: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """Combine the terms in rank order, in the dtype of `accumulation_dtype`, without the division of AVG.
+    """Combine the terms in rank order, in the dtype that `accumulation_dtype` returns, without the division of AVG.
 
     Return `out` or a new tensor. `out` may be one of the terms.
     """
