@@ -42,7 +42,7 @@ def with_details(headline: str, *details: str) -> str:
 
 
 def fitted(text: str) -> str:
-    """Break the first line of an error's text in two if it is longer than `HEADLINE_CHARACTERS`. A pure function."""
+    """Break the first line of an error's text in two if this line is longer than `HEADLINE_CHARACTERS`. A pure function."""
     first, newline, rest = text.partition("\n")
     if len(first) <= HEADLINE_CHARACTERS:
         return text
@@ -143,7 +143,7 @@ class RankLostError(TransportError):
 
 
 class RankGivenUpError(TransportError):
-    """The other ranks go on without this rank, for example because it was silent for too long. Let this process end."""
+    """The other ranks go on without this rank, for example because this rank was silent for too long. End this process."""
 
 
 class CollectiveTimeout(TransportError, TimeoutError):

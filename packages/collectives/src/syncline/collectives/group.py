@@ -632,7 +632,7 @@ class ProcessGroup(ABC):
         Raises:
             BackendUnavailableError: this group cannot shrink; see `missing_for_shrink`.
             InvalidArgumentError: `silence_timeout_s` is not a positive number. The group stays usable.
-            RankGivenUpError: the other ranks have gone on without this rank. Let this process end.
+            RankGivenUpError: the other ranks have gone on without this rank. End this process.
             CollectiveTimeout: over MPI, a rank that still runs does not call `shrink`.
             StoreError: the store in which the ranks would meet is lost.
         """
@@ -676,11 +676,11 @@ class ProcessGroup(ABC):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether this is the one-rank group of a newcomer: a process that started later and still waits to be let in."""
+        """Whether this is the one-rank group of a newcomer: a process that started later and is not admitted yet."""
         return False
 
     def newcomers(self) -> int:
-        """Return how many newcomers (processes that join a running job) wait to be let in by `admit`.
+        """Return how many newcomers (processes that want to join the running job) wait for a call of `admit`.
 
         Ranks may see different numbers. So before they all call `admit`, let the ranks agree, for example by a broadcast of
         rank 0's number. Cost: a few reads of the store.
@@ -699,7 +699,7 @@ class ProcessGroup(ABC):
 
         Args:
             silence_timeout_s: on a member, how many seconds to wait for another member that may still run but does not call
-                `admit`; see `shrink`. On a newcomer, how many seconds to wait until the members let it in.
+                `admit`; see `shrink`. On a newcomer, how many seconds to wait until the members admit it.
             limit: the largest number of newcomers that enter the group, 0 or above. The newcomers that came first enter.
                 None lets all newcomers enter. If a newcomer dies during the call, no other newcomer takes its place.
 
@@ -707,12 +707,12 @@ class ProcessGroup(ABC):
             The new group, with the name and the time limit of this group.
 
         Raises:
-            BackendUnavailableError: this group cannot let processes in; see `missing_for_admit`.
+            BackendUnavailableError: this group cannot admit newcomers; see `missing_for_admit`.
             InvalidArgumentError: `silence_timeout_s` is not a positive number, or `limit` is negative or not an integer. The
                 group stays usable.
-            CollectiveTimeout: the members did not let this newcomer in.
-            RankGivenUpError: the other ranks have gone on without this rank. Let this process end.
-            RankLostError: all members that could have let this newcomer in are gone.
+            CollectiveTimeout: the members did not admit this newcomer in time.
+            RankGivenUpError: the other ranks have gone on without this rank. End this process.
+            RankLostError: all members that could have admitted this newcomer are gone.
             StoreError: the store in which the ranks would meet is lost.
         """
         lack = self.missing_for_admit()

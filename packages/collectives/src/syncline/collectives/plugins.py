@@ -10,7 +10,7 @@ from .errors import InvalidArgumentError, MisuseError
 
 
 def plugin_names(group: str) -> list[str]:
-    """The names of the plugins that installed packages offer in this group of entry points, sorted."""
+    """Return the sorted names of the plugins that installed packages offer in this group of entry points."""
     return sorted({point.name for point in entry_points(group=group)})
 
 

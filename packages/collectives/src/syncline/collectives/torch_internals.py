@@ -216,7 +216,10 @@ def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def disable_dynamo_here(function: Callable[P, T]) -> Callable[P, T]:
-    """A decorator that excludes a function from tracing, but not the functions that it calls. Calls do not become slower."""
+    """A decorator that excludes a function from torch.compile's tracing, but not the functions that it calls.
+
+    Calls of the decorated function do not become slower.
+    """
     if eval_frame is None:
         disabled: Callable[P, T] = torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
         return disabled
@@ -225,7 +228,7 @@ def disable_dynamo_here(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _skip(function: Any) -> None:
-    """Tell the tracer not to trace this function, neither as a frame of its own nor inside a traced caller."""
+    """Tell torch.compile not to trace this function, neither as a frame of its own nor inside a traced caller."""
     function._torchdynamo_disable = True
     code = function.__code__
     if hasattr(eval_frame, "skip_code"):  # in older versions

@@ -65,7 +65,8 @@ class GroupFuture(AnyFuture):
     def wait_for_completion(self) -> None:
         """Wait until the thread that completes this future has done so. Call this method after the collective has finished.
 
-        The method raises no error of the future, and waits for no callback: torch completes a future before it runs callbacks.
+        The method does not raise the future's error, and does not wait for callbacks: torch completes a future before the
+        callbacks run.
         """
         # In a fork no thread completes the future. See Note [Forks] in `forks`.
         if self._fork_count == fork_count():

@@ -19,7 +19,7 @@ _placements: weakref.WeakKeyDictionary[ProcessGroup, Placement] = weakref.WeakKe
 def placement_of(group: ProcessGroup | None = None) -> Placement:
     """Find out where the ranks of a group run: which ranks share a node, and which local rank this process has.
 
-    Let every rank call this function. For most groups, the call needs no communication. But for a group of torch.distributed, a
+    Every rank calls this function. For most groups, the call needs no communication. But for a group of torch.distributed, a
     group that `shrink` or `admit` made, or a sub-group of such a group, the first call is a collective.
     """
     chosen = resolve_group(group)

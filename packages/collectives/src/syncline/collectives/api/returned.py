@@ -390,7 +390,7 @@ class _Broadcast(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """The backward of `_Broadcast`, as a function that has a backward itself, so that second derivatives work."""
+    """The backward of `_Broadcast`. This function has a backward itself, so that second derivatives work."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, root: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -543,7 +543,7 @@ def _width(tensor: torch.Tensor) -> int:
 
 
 def _rows_of_all(name: str, tensors: Sequence[torch.Tensor], group: ProcessGroup) -> list[list[int]]:
-    """Gather the numbers of rows. Returns one list for each rank, with the number of rows of each tensor."""
+    """Gather the numbers of rows on all ranks. Returns a list for each rank, with the number of rows of each tensor."""
     for tensor in tensors:
         _check_has_rows(name, tensor, group)
     device = object_exchange.message_device(group, tensors[0].device)

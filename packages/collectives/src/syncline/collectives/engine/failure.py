@@ -81,7 +81,10 @@ class FailureWords:
         return error
 
     def missing(self, call: Call | None) -> str:
-        """Return a sentence about a call that did not end, with the lost and stopped ranks. `call` is None if it has ended."""
+        """Return a sentence that names the unfinished call, and the lost and stopped ranks.
+
+        `call` is None if the group has no running call any more.
+        """
         liveness = self._liveness
         ranks = () if liveness is None else (*liveness.lost(), *liveness.stopped())
         who = "it is not known which rank it waits for" if not ranks else f"it waits for {self._named(ranks)}"

@@ -45,7 +45,7 @@ class Request(ABC):
 
     @abstractmethod
     def source(self) -> int | None:
-        """Return the sender's rank. Call this only for a receive that is over."""
+        """Return the sender's rank. Call this method only for a receive that is over."""
 
 
 class Plan(ABC):

@@ -202,7 +202,7 @@ class Agreement:
 
     @property
     def history(self) -> History:
-        """This rank's calls until now."""
+        """The digest and the number of this rank's calls until now."""
         return self._history
 
     def same_history(self, scope: CancelScope, until: History | None = None, *, closes: bool = False) -> None:

@@ -49,11 +49,11 @@ class ProcessIdentity:
     started: int
 
     def is_here(self) -> bool:
-        """Whether this process and the calling process are on the same node and in the same PID namespace."""
+        """Whether the identified process is on the same node and in the same PID namespace as the calling process."""
         return self.node == _own_node()
 
     def state(self) -> ProcessState | None:
-        """Return the state of the process, or None if this process cannot find out, for example on another node."""
+        """Return the state of the process. None if the state is not known, for example if the process is on another node."""
         # The process id means nothing on another node, where it may belong to another process.
         if not self.is_here():
             return None

@@ -98,7 +98,7 @@ class Looked(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to look at. The monitor's thread reads this property, so it must not block."""
+        """Whether there is nothing to look at. The monitor's thread reads this property, so the property must not block."""
 
     def look(self, now_s: float) -> None:
         """Look once. The method must not wait for another rank. If `look` raises an error, the monitor stops calling `look`."""

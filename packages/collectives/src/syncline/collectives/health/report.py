@@ -51,7 +51,7 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The report of one rank. `rank` and `size` are those of the job. `written_at` is in seconds since the epoch."""
+    """The report of one rank. `rank` is its rank in the job of `size` ranks. `written_at` is in seconds since the epoch."""
 
     rank: int
     size: int
@@ -83,7 +83,10 @@ def _group(content: Any) -> GroupRecord:
 
 @cache
 def _kinds(record: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields, except tuple fields. For a float, JSON may have an int, so allow both."""
+    """Return the types of a dataclass's fields, except tuple fields.
+
+    A float field also allows an int, because JSON may write a float as an integer.
+    """
     hints = {name: hint for name, hint in get_type_hints(record).items() if get_origin(hint) is not tuple}
     return {name: int | float if hint is float else hint for name, hint in hints.items()}
 

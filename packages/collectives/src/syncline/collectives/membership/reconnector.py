@@ -13,15 +13,15 @@ MOST_ATTEMPTS = 4
 """How often the same members try to connect before a shrink fails."""
 
 WAITING = -1
-"""The value of `Generation.number` in a newcomer that was not let in yet."""
+"""The value of `Generation.number` in a newcomer that is not admitted yet."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The members of one group. When members are lost or newcomers are let in, a new group with the next generation follows.
+    """The members of one group. When members are lost or newcomers are admitted, a new group with the next generation follows.
 
     Attributes:
-        number: counts the generations of the job from 0; `WAITING` in a newcomer that was not let in yet.
+        number: counts the generations of the job from 0; `WAITING` in a newcomer that is not admitted yet.
         members: the members' numbers, in the order of their ranks. A member keeps its number.
         me: this process's number as a member.
     """
@@ -36,7 +36,7 @@ class Generation:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether this is the generation of a newcomer that was not let in yet."""
+        """Whether this is the generation of a newcomer that is not admitted yet."""
         return self.number == WAITING
 
     @property
@@ -65,17 +65,17 @@ class Reconnector(ABC):
         return "its members do not meet in a store; use backend 'gloo' with init_method='file:///shared/folder'"
 
     def newcomers(self) -> Sequence[int]:
-        """Return the numbers of the newcomers that wait to be let in."""
+        """Return the numbers of the newcomers that wait for a call of `admit`."""
         return ()
 
     def admit(self, silence_timeout_s: float, limit: int | None = None) -> Transport:
-        """Connect the survivors and at most `limit` newcomers (None: all). Newcomers call this method, too.
+        """Connect the surviving members and at most `limit` newcomers (None: all). Newcomers call this method, too.
 
         See also `ProcessGroup.admit`.
 
         Raises:
-            CollectiveTimeout: the members did not let this newcomer in.
-            RankLostError: all members that could have let this newcomer in are gone.
+            CollectiveTimeout: the members did not admit this newcomer in time.
+            RankLostError: all members that could have admitted this newcomer are gone.
         """
         raise NotImplementedError  # only called if `missing_for_admit` gives None
 
@@ -95,7 +95,7 @@ class Reconnector(ABC):
 
     @abstractmethod
     def shrink(self, silence_timeout_s: float) -> Transport:
-        """Connect the survivors of a loss. On return, the attribute `generation` is their new generation.
+        """Connect the surviving members. On return, the attribute `generation` is their new generation.
 
         Every survivor calls this method. A survivor whose call fails may call this method again.
 

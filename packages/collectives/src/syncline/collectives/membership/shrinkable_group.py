@@ -23,7 +23,7 @@ class ShrinkableGroup(HostGroup):
 
     Args:
         transport: connects the members of `reconnector.generation`.
-        reconnector: connects the members again after a loss.
+        reconnector: connects the members again after the loss of a rank.
         options: the other arguments of `HostGroup`.
     """
 

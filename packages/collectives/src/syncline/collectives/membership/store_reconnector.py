@@ -135,7 +135,7 @@ class JoinQueue:
         2. sets waiting/<its number>
                                                         3. agree on the next generation;
                                                            the proposal contains the waiting newcomers
-                                                        4. delete waiting/<number> of each newcomer that they let in
+                                                        4. delete waiting/<number> of each newcomer that they admit
         5. reads the decisions, from generation 0 on,
            until a decision has its number; then all members connect
 
@@ -172,7 +172,7 @@ class JoinQueue:
         Return the first generation that contains this process.
 
         Raises:
-            CollectiveTimeout: the members did not let this process in within `silence_timeout_s` seconds.
+            CollectiveTimeout: the members did not admit this process within `silence_timeout_s` seconds.
             RankLostError: all members have ended.
         """
         self._store.set(_waiting(me), b"")
@@ -218,7 +218,7 @@ _MOST_ALARM_BYTES = 2000
 
 
 class StoreReconnector(Reconnector):
-    """Lets the survivors agree on the members of the next group by a `MembershipVote`. A backend's subclass connects them.
+    """A `Reconnector` in which a `MembershipVote` decides the members of the next group. A subclass connects these members.
 
     All members can reach the `store`, which exists longer than any member. The first generation has `first_size` members.
     """

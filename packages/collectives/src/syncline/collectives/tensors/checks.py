@@ -250,7 +250,7 @@ def no_size(numel: object, dtype: object) -> str | None:
 
 
 def bad_splits(what: str, tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> str | None:
-    """Return an error text if `splits` do not divide a tensor's rows among the ranks. None means equal numbers of rows."""
+    """Return an error text if `splits` do not divide a tensor's rows among the ranks. `splits=None`: equal numbers."""
     if tensor.dim() == 0:
         return f"expected the {what} to have at least one dimension to split, found a 0-dimensional tensor"
     rows = tensor.shape[0]

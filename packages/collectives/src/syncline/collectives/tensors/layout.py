@@ -147,8 +147,8 @@ def unpack(
 def in_one_block(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate tensors into a new flat tensor.
 
-    A single tensor is copied, too. In a group of one rank, it could otherwise share memory with the output, which libraries
-    refuse.
+    A single tensor is copied, too: in a group of one rank, the result could otherwise share memory with the output, which
+    libraries refuse.
     """
     return torch.cat([flat(in_plain_order(tensor)) for tensor in tensors])
 
