@@ -618,7 +618,7 @@ class ProcessGroup(ABC):
         All survivors get a new group with the same members, in the old order, even if another rank dies during the call. The
         method aborts this group. Do not use this group, its sub-groups, or memory from its `allocate` again.
 
-        Calls that were in flight may have finished on some ranks and failed on others. So let the ranks agree, in the new
+        Calls that were in flight may have finished on some ranks and failed on others. So the ranks must agree, in the new
         group, on the training step from which they go on.
 
         Args:
@@ -682,8 +682,8 @@ class ProcessGroup(ABC):
     def newcomers(self) -> int:
         """Return how many newcomers (processes that want to join the running job) wait for a call of `admit`.
 
-        Ranks may see different numbers. So before they all call `admit`, let the ranks agree, for example by a broadcast of
-        rank 0's number. Cost: a few reads of the store.
+        Ranks may see different numbers. So before all ranks call `admit`, make them agree on one number, for example by a
+        broadcast of rank 0's number. Cost: a few reads of the store.
         """
         return 0
 

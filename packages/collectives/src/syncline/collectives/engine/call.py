@@ -201,7 +201,7 @@ class Call:
         return self.words if self.number is None else f"{self.words}, number {self.number}"
 
     def record(self) -> CallRecord:
-        """Return a record of this call."""
+        """Return a `CallRecord` of this call."""
         signature = self.signature
         return CallRecord(
             self.number,

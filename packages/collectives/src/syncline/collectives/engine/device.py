@@ -168,8 +168,8 @@ class StreamOrder:
     collective must come between the operations before and after the call. Five steps keep this order:
 
     1. The constructor, on the thread that issues the call: record events on the thread's current streams.
-    2. The start of `entered`, on the thread that runs the collective: make the group's streams current, and let them wait for
-       the events of step 1.
+    2. The start of `entered`, on the thread that runs the collective: make the group's streams current. These streams then
+       wait for the events of step 1.
     3. The end of `entered`: record events on the group's streams.
     4. `join`, on every thread that waits for the work: the thread's current streams wait for the events of step 3. The thread
        itself does not wait.

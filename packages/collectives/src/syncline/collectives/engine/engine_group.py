@@ -243,8 +243,8 @@ class EngineGroup(ProcessGroup, Inherited):
         - If the ranks must close the library's objects together, as with MPI, they wait at most 5 seconds.
 
         If a rank does not come in time, this method raises no error, but communicators of MPI stay open until the process ends.
-        If the missing rank makes a further call instead, this call fails at its time limit, or earlier: over Gloo when this
-        rank's connections close, over MPI when this rank leaves the job.
+        If the missing rank makes a further call instead, this further call fails at its time limit at the latest. Over Gloo,
+        the call fails when this rank's connections close; over MPI, when this rank leaves the job.
 
         Raises:
             DisagreementError: the ranks have made different calls. Or, over MPI with `check_calls`, another rank makes a
