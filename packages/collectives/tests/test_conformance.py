@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import ProcessGroup, ReduceOp, TorchGroup, TransportError, premul_sum
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.engine.queue import Queue
 from syncline.collectives.tensors.reduction import reduce_in_rank_order
 from syncline.collectives.testing import CHECKS, Check, run_conformance, run_ranks
 from syncline.collectives.testing.conformance import endings
-from syncline.collectives.testing.conformance.endings import ENDINGS
+from syncline.collectives.testing.conformance.endings import ENDINGS, LIMITED
 from syncline.collectives.transports.gloo import GlooTransport
 from syncline.collectives.transports.threads import InProcessTransport, SharedState, create_groups
 from test_support.full_run import cases
@@ -157,6 +158,19 @@ class BarrierThatDoesNotWait(InProcessTransport):
             super().barrier(call)
 
 
+class OwnOrderOfFactors(InProcessTransport):
+    """As `OwnOrder`, in a sum with factors."""
+
+    def all_reduce(self, tensor, op, call) -> None:
+        if isinstance(op, ReduceOp):
+            return super().all_reduce(tensor, op, call)
+        shown = self._show(tensor, call)
+        result = reduce_in_rank_order(op, [*shown[self._rank :], *shown[: self._rank]])
+        self.barrier(call)
+        tensor.copy_(result)
+        return None
+
+
 class ReversedOutputs(InProcessTransport):
     def all_gather(self, block, tensor, call) -> None:
         super().all_gather(block, tensor, call)
@@ -205,6 +219,7 @@ def on_broken(
         (WrongRoot, "broadcast_every_root_and_dtype", 2),
         (WrongRoot, "broadcast_every_layout", 3),
         (OwnOrder, "all_reduce_same_bits_everywhere", 3),
+        (OwnOrderOfFactors, "all_reduce_same_bits_everywhere", 3),
         (BarrierThatDoesNotWait, "barrier_waits_for_all", 2),
         (ReversedOutputs, "all_gather_every_dtype", 2),
         (ReversedOutputs, "objects_gathered", 3),
@@ -268,6 +283,34 @@ def adds_zero(right: Fault, tensor: torch.Tensor, *arguments: Any) -> None:
     right(tensor, *arguments)
     if tensor is not None and tensor.dtype in (torch.float32, torch.float64):
         tensor.add_(0)
+
+
+def loses_the_end(right: Fault, *arguments: Any) -> Any:
+    """Do nothing with elements above 2**20."""
+    if right.__name__ == "start_send":
+        sent = arguments[0].detach().clone()
+        sent.view(-1)[2**20 :] = 0
+        return right(sent, *arguments[1:])
+    right(*arguments)
+    output = arguments[1 if right.__name__ == "gather" else 0]
+    if output is not None:  # on the root of a gather
+        output.detach().view(-1)[2**20 :] = 0
+    return None
+
+
+def loses_nans(right: Fault, tensor: torch.Tensor, *arguments: Any) -> None:
+    right(tensor, *arguments)
+    if tensor.is_floating_point():
+        tensor.copy_(torch.where(tensor.isnan(), 0, tensor))
+
+
+def without_a_limit(right: Fault, *arguments: Any) -> None:
+    *_, call = arguments
+    scope, call.scope = call.scope, CancelScope(3600)
+    try:
+        right(*arguments)
+    finally:
+        call.scope = scope
 
 
 def done_too_early(right: Fault, *arguments: Any) -> Any:
@@ -366,6 +409,19 @@ FAULTS: dict[str, tuple[str, Fault, str]] = {
     "a zero's sign in scatter": ("scatter", adds_zero, "scatter_every_root_and_dtype"),
     "a zero's sign in all_to_all": ("all_to_all", adds_zero, "all_to_all_lists"),
     "a zero's sign in broadcast": ("broadcast", adds_zero, "broadcast_every_root_and_dtype"),
+    **{
+        f"a large count in {name}": (name, loses_the_end, check)
+        for name, check in {
+            "reduce": "reduce_gather_and_scatter_large",
+            "gather": "reduce_gather_and_scatter_large",
+            "scatter": "reduce_gather_and_scatter_large",
+            "reduce_scatter": "reduce_scatter_large",
+            "all_to_all": "all_to_all_large",
+            "start_send": "point_to_point_both_send_first",
+        }.items()
+    },
+    "a nan lost in reduce": ("reduce", loses_nans, "all_reduce_infinities_and_nans"),
+    "a nan lost in reduce_scatter": ("reduce_scatter", loses_nans, "all_reduce_infinities_and_nans"),
     "over too early": ("start_recv", done_too_early, "point_to_point_apart_from_other_calls"),
 }
 
@@ -382,13 +438,26 @@ def test_the_suite_sees_wrong_values(fault: str) -> None:
         on_broken(Faulty, CHECKS[check], 3, timeout_s=2)
 
 
+# Before an all_to_all, the group gathers the splits of all ranks, and this call reaches its limit.
+@pytest.mark.parametrize("name", [name for name in LIMITED if name != "all_to_all"])
+def test_the_suite_sees_a_call_without_a_limit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endings, "_LONGER_LIMIT_S", 1.0)
+
+    def method(self: Any, *arguments: Any) -> None:
+        without_a_limit(getattr(super(Faulty, self), name), *arguments)
+
+    Faulty = type("Faulty", (InProcessTransport,), {name: method})  # noqa: N806 - a class
+    with pytest.raises(AssertionError, match=rf"expected {name} to end at its time limit"):
+        on_broken(Faulty, ENDINGS[f"ends {name} at the time limit"], 2)
+
+
 @pytest.mark.parametrize(
     ("transport", "state", "check", "match"),
     [
         (EightBitsOfTags, SharedState, CHECKS["point_to_point_tags"], "message 0 with tag"),
         (InProcessTransport, LatestFirst, CHECKS["point_to_point_tags"], "message 0"),
         (BroadcastIsMessages, SharedState, CHECKS["point_to_point_apart_from_other_calls"], "broadcast"),
-        (InProcessTransport, Endless, ENDINGS["ends calls at the time limit"], "still waits"),
+        (InProcessTransport, Endless, ENDINGS["ends all_reduce at the time limit"], "still waits"),
         (ComparesNothing, SharedState, ENDINGS["notices different calls"], "nothing was raised"),
     ],
 )

@@ -88,13 +88,13 @@ def large(group: ProcessGroup) -> None:
 def same_bits_everywhere(group: ProcessGroup) -> None:
     """Check that all ranks get the same bits from random inputs."""
     generator = torch.Generator().manual_seed(4321 + group.rank)
-    for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
-        for dtype in sorted(FLOATS | COMPLEX, key=str):
+    for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.PREMUL_SUM):
+        for dtype in sorted((FLOATS | COMPLEX) & DTYPES_OF[op], key=str):
             for numel in (1, 2, 3, 1000, 70_001):
                 tensor = torch.randn(numel, generator=generator, dtype=torch.complex128, device=generator.device).mul_(3)
                 tensor = tensor.to(torch.empty(0).device)
                 mine = (tensor if dtype in COMPLEX else tensor.real).to(dtype)
-                group.all_reduce(mine, op)
+                group.all_reduce(mine, reduction(op))
                 _expect_same_everywhere(group, mine, f"{op.name} of {numel} random {dtype}")
 
 
@@ -138,24 +138,27 @@ def extremes(group: ProcessGroup) -> None:
 
 
 def infinities_and_nans(group: ProcessGroup) -> None:
-    """Check that an inf or nan of one rank reaches all ranks."""
+    """Check that an inf or nan of one rank reaches all ranks, also by reduce and reduce_scatter."""
     last = group.size - 1
     for op in (ReduceOp.SUM, ReduceOp.AVG):
         for dtype in sorted(FLOATS, key=str):
             tensor = torch.ones(4, dtype=dtype)
             if group.rank == last:
                 tensor[1], tensor[2] = torch.inf, torch.nan
-            group.all_reduce(tensor, op)
-            found = (tensor.isfinite().tolist(), bool(tensor[1] == torch.inf), bool(tensor[2].isnan()))
-            expect_equal(found, ([True, False, False, True], True, True), f"{op.name} of {dtype} with inf and nan")
+            for call, result in in_every_way(group, tensor, op):
+                found = (result.isfinite().tolist(), bool(result[1] == torch.inf), bool(result[2].isnan()))
+                what = f"{call}, {op.name} of {dtype} with inf and nan"
+                expect_equal(found, ([True, False, False, True], True, True), what)
     for op in (ReduceOp.MIN, ReduceOp.MAX):
         for dtype in sorted(FLOATS, key=str):
             for numel in (2, 100_000):
                 tensor = torch.full((numel,), 1.0, dtype=dtype)
                 tensor[group.rank % 2 :: 2] = torch.nan if group.rank in (0, last) else 2.0
+                for call, result in in_every_way(group, tensor, op):
+                    what = f"{call}, {op.name} of {numel} {dtype} keeps not-a-number"
+                    expect_equal(bool(result[::2].isnan().all()), True, what)
                 group.all_reduce(tensor, op)
                 _expect_same_everywhere(group, tensor, f"{op.name} of {numel} {dtype}, some not-a-number")
-                expect_equal(bool(tensor[0].isnan()), True, f"{op.name} of {dtype} keeps not-a-number")
 
 
 def integers_are_averaged_towards_zero(group: ProcessGroup) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from ...errors import InvalidArgumentError
 from ...group import ProcessGroup
-from .values import MOVABLE_DTYPES, Check, bits, expect, expect_raises, values
+from .values import LARGE_NUMEL, MOVABLE_DTYPES, Check, bits, expect, expect_raises, values
 
 
 def _parcel(src: int, dst: int, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -58,11 +58,11 @@ def single_uneven(group: ProcessGroup) -> None:
 
 def large(group: ProcessGroup) -> None:
     """Check large tensors, which MPI does not buffer: each send waits for its receiver."""
-    tensor = torch.stack([_parcel(group.rank, dst, (300_001,)) for dst in range(group.size)])
+    tensor = torch.stack([_parcel(group.rank, dst, (LARGE_NUMEL,)) for dst in range(group.size)])
     output = torch.zeros_like(tensor)
     group.all_to_all_single(output, tensor)
     for src in range(group.size):
-        expect(output[src], _parcel(src, group.rank, (300_001,)), f"300,001 elements from rank {src}")
+        expect(output[src], _parcel(src, group.rank, (LARGE_NUMEL,)), f"{LARGE_NUMEL} elements from rank {src}")
 
 
 def refusals(group: ProcessGroup) -> None:

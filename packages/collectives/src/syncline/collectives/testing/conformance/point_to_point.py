@@ -8,7 +8,7 @@ import torch
 
 from ...errors import InvalidArgumentError
 from ...group import ProcessGroup
-from .values import LAYOUTS, MOVABLE_DTYPES, Check, Laid, bits, expect, expect_equal, expect_raises, values
+from .values import LARGE_NUMEL, LAYOUTS, MOVABLE_DTYPES, Check, Laid, bits, expect, expect_equal, expect_raises, values
 
 
 def ring(group: ProcessGroup) -> None:
@@ -38,11 +38,11 @@ def both_send_first(group: ProcessGroup) -> None:
     if group.size == 1:
         return
     left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
-    sending = group.send(values((400_000,), group.rank), right, async_op=True)
-    tensor = torch.zeros(400_000)
+    sending = group.send(values((LARGE_NUMEL,), group.rank), right, async_op=True)
+    tensor = torch.zeros(LARGE_NUMEL)
     group.recv(tensor, left)
     sending.wait()
-    expect(tensor, values((400_000,), left), f"400,000 elements from rank {left}")
+    expect(tensor, values((LARGE_NUMEL,), left), f"{LARGE_NUMEL} elements from rank {left}")
 
 
 def tags(group: ProcessGroup) -> None:

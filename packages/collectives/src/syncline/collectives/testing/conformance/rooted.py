@@ -7,6 +7,7 @@ import torch
 from ...group import ProcessGroup
 from ...reduce_op import DTYPES_OF, ReduceOp
 from .values import (
+    LARGE_NUMEL,
     LAYOUTS,
     MOVABLE_DTYPES,
     Check,
@@ -91,6 +92,22 @@ def scatter_every_layout(group: ProcessGroup) -> None:
         mine.expect(values(layout.shape, group.rank))
 
 
+def large(group: ProcessGroup) -> None:
+    """Check tensors of `LARGE_NUMEL` elements."""
+    root = group.size - 1
+    is_root = group.rank == root
+    tensor = terms((LARGE_NUMEL,), group.rank)
+    group.reduce(tensor, root)
+    if is_root:
+        expect(tensor, sum_of_terms((LARGE_NUMEL,), group.size), f"reduce of {LARGE_NUMEL} elements")
+    rows = [torch.zeros(LARGE_NUMEL) for _ in range(group.size)] if is_root else None
+    group.gather(values((LARGE_NUMEL,), group.rank), rows, root)
+    for rank, row in enumerate(rows or ()):
+        expect(row, values((LARGE_NUMEL,), rank), f"gather of {LARGE_NUMEL} elements, output {rank}")
+    group.scatter(tensor, rows, root)
+    expect(tensor, values((LARGE_NUMEL,), group.rank), f"scatter of {LARGE_NUMEL} elements")
+
+
 def scatter_in_place(group: ProcessGroup) -> None:
     """Check a root whose output is also its own entry of the inputs."""
     for root in range(group.size):
@@ -128,4 +145,5 @@ CHECKS: dict[str, Check] = {
     "scatter_every_root_and_dtype": scatter_every_root_and_dtype,
     "scatter_every_layout": scatter_every_layout,
     "scatter_in_place": scatter_in_place,
+    "reduce_gather_and_scatter_large": large,
 }

@@ -7,6 +7,7 @@ import torch
 from ...group import ProcessGroup
 from ...reduce_op import DTYPES_OF, ReduceOp
 from .values import (
+    LARGE_NUMEL,
     LAYOUTS,
     MOVABLE_DTYPES,
     Check,
@@ -83,6 +84,14 @@ def reduce_scatter_in_place(group: ProcessGroup) -> None:
     expect(memory[1:], sum_of_terms((9,), group.size), "reduce_scatter into the memory of its inputs")
 
 
+def reduce_scatter_large(group: ProcessGroup) -> None:
+    """Check parts of `LARGE_NUMEL` elements."""
+    whole, output = terms((group.size, LARGE_NUMEL), group.rank), torch.zeros(LARGE_NUMEL)
+    group.reduce_scatter_tensor(output, whole)
+    expected = sum_of_terms((group.size, LARGE_NUMEL), group.size)[group.rank]
+    expect(output, expected, f"reduce_scatter of parts of {LARGE_NUMEL} elements")
+
+
 def reduce_scatter_of_different_sizes(group: ProcessGroup) -> None:
     """Check parts of 0, 3, 6, ... elements, also of expanded inputs. The inputs must not change."""
     for is_async in (False, True):
@@ -105,6 +114,7 @@ CHECKS: dict[str, Check] = {
     "all_gather_into_tensor_in_place": into_tensor_in_place,
     "reduce_scatter_every_dtype_and_reduction": reduce_scatter_every_dtype_and_reduction,
     "reduce_scatter_sum": reduce_scatter_sum,
+    "reduce_scatter_large": reduce_scatter_large,
     "reduce_scatter_in_place": reduce_scatter_in_place,
     "reduce_scatter_of_different_sizes": reduce_scatter_of_different_sizes,
 }
