@@ -124,6 +124,18 @@ def test_run_conformance_names_the_check() -> None:
         run_conformance(make)
 
 
+def test_run_conformance_names_the_check_after_which_close_fails() -> None:
+    class Stuck(InProcessTransport):
+        def close(self) -> None:
+            raise TransportError("the library does not end")
+
+    def make() -> ProcessGroup:
+        return HostGroup(Stuck(SharedState(1), 0), 0, 1, timeout_s=5)
+
+    with pytest.raises(AssertionError, match=r"conformance check '.*' failed on rank 0 of 1.*: the library does not end"):
+        run_conformance(make)
+
+
 # ---- the suite sees what is wrong ----
 
 

@@ -72,7 +72,7 @@ def run_conformance(make_group: Callable[[], ProcessGroup]) -> None:
         group = make_group()
         try:
             check(group)
+            group.close()
         except Exception as error:
             group.abort()
             raise CheckError(f"conformance check '{name}' failed on {group.place()}: {error}") from error
-        group.close()
