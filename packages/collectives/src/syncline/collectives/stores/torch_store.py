@@ -137,9 +137,10 @@ class AsTorchStore(dist.Store):
 class FromTorchStore(Store):
     """A store of torch as a `Store` of Syncline.
 
-    Four differences from other stores remain. FileStore counts an internal key in `num_keys`. TCPStore closes the connection of
-    a client that calls `add` on a value that is not a number. If a value begins with a number, such as " 3abc", `add` uses this
-    number. If a sum does not fit into 64 bits, it wraps around without an error.
+    Five differences from other stores remain. FileStore counts an internal key in `num_keys`. If several threads or processes
+    delete the same key of a FileStore at the same time, `delete_key` may return true for more than one of them. TCPStore closes
+    the connection of a client that calls `add` on a value that is not a number. If a value begins with a number, such as
+    " 3abc", `add` uses this number. If a sum does not fit into 64 bits, it wraps around without an error.
 
     Args:
         timeout: seconds or a timedelta; None takes the limit that `store` has now.
