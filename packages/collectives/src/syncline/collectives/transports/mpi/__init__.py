@@ -1,4 +1,4 @@
-"""The backend "mpi", which uses MPI through mpi4py. mpi4py is imported only when a program checks or uses this backend."""
+"""The backend "mpi", which uses MPI through mpi4py. Syncline imports mpi4py only if a program checks or uses this backend."""
 
 from .backend import backend
 

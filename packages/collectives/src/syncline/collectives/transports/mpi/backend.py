@@ -1,4 +1,4 @@
-"""The backend "mpi", which checks the process and starts MPI. Then the module `connection` connects the ranks."""
+"""The backend "mpi". `MPIBackend` checks the process, starts MPI, and then connects the ranks by the module `connection`."""
 
 from __future__ import annotations
 

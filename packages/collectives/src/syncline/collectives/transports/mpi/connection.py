@@ -73,7 +73,7 @@ def _transport(
     communicator: MPI.Intracomm,
     members: Sequence[int],
 ) -> Transport:
-    """Make the transport of a communicator. All ranks of the communicator call this. `members` are their ranks in the job."""
+    """Make the transport of a communicator. All of its ranks call this. `members`: the ranks' numbers in the job."""
     rank = communicator.Get_rank()
     duplicate = communicator.Dup()
     with revoked_on_failure(duplicate):
@@ -175,7 +175,7 @@ def meet(communicator: MPI.Intracomm, connecting: Connecting, version: str = __v
 
 
 def blocks(size: int) -> list[range]:
-    """Divide the ranks into blocks of at most 64 ranks. Each block has its own listeners: see Note [The first meeting]."""
+    """Divide the ranks into blocks of at most 64 ranks, for the steps in Note [The first meeting]."""
     return [range(start, min(start + _BLOCK_RANKS, size)) for start in range(0, size, _BLOCK_RANKS)]
 
 
@@ -184,14 +184,15 @@ class _Meeting:
 
     Note [The first meeting]
     ~~~~~~~~~~~~~~~~~~~~~~~~
-    The communicator belongs to the user. A receive of the user, from any rank with any tag, could take a message of ours. So we
-    use only collectives on this communicator. The collectives are non-blocking, because a rank may never come::
+    The communicator belongs to the user. If the user receives from any rank with any tag, this receive could take a message of
+    Syncline. So Syncline uses only collectives on this communicator. The collectives are non-blocking, because a rank may never
+    come::
 
         1. each rank sends one byte to the listeners of its block of 64 ranks (Igatherv): bytes that have arrived show who is
            here
         2. all ranks tell each other their version of Syncline (Iallgather)
         3. each rank tests its requests until all are complete, or the time limit is reached
-        4. all ranks compare the versions; only afterwards they send messages that another version might not understand
+        4. all ranks compare the versions; before this step, no rank sends a message that another version might not understand
 
     Because of the blocks, no rank needs a connection to all other ranks. The listeners of a block are its first, middle and
     last rank, because a listener may be the rank that does not come.
@@ -216,7 +217,7 @@ class _Meeting:
         self._requests.append(communicator.Iallgather([self._hello, MPI.BYTE], [self._hellos, MPI.BYTE]))
 
     def _say_here(self, block: range, listener: int, size: int) -> MPI.Request:
-        """Start to send a byte from each rank of a block to a listener. All ranks of the communicator call this method."""
+        """Start to send one byte from each rank of a block to a listener. All ranks of the communicator call this method."""
         landing = None
         if listener == self._rank:
             counts = [int(rank in block) for rank in range(size)]
@@ -253,7 +254,7 @@ class _Meeting:
         return [rank for rank in self._block if not self._here[rank - self._block[0]] and rank != self._rank]
 
     def _is_first_of(self, absent: list[int]) -> bool:
-        """Whether this rank is the lowest rank among the listeners that have come. Only this listener logs."""
+        """Return whether this rank is the lowest among the listeners that have come. Only the lowest listener logs."""
         return bool(absent) and self._rank == min(rank for rank in self._listeners if rank not in absent)
 
     def _in_words(self, absent: list[int]) -> str:

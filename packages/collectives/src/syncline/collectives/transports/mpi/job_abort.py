@@ -10,12 +10,12 @@ wait there for ever, and the other ranks would wait for this rank in a collectiv
    has left (see `LeaveNotices`). Ranks that wait for this rank then fail with an error that names the call: see Note [Who will
    not come] in `health.leaving`.
 
-   If the process of another rank is gone, the exiting rank aborts the job, because MPI cannot end the job in order. If MPI
-   tolerates faults, the rank only ends itself, within 15 seconds.
+   If the process of another rank is gone, the exiting rank aborts the job, because MPI_Finalize would wait for the lost rank.
+   If MPI tolerates the loss of a rank, the exiting rank only ends itself, within 15 seconds.
 
 A program may end MPI itself with `MPI.Finalize()`, and continue. `MPI.Finalize()` calls a callback of this module. The callback
-closes Syncline's groups, and the ranks meet as in guard 3. Afterwards, a call of MPI would abort the process. So Syncline's
-threads call MPI only inside `while_mpi_runs`.
+closes Syncline's groups, and then waits for the other ranks as in guard 3. Afterwards, any call of MPI would abort the process.
+So Syncline's threads call MPI only inside `while_mpi_runs`.
 
 A forked child of a rank is not a rank: none of the guards holds for it. See Note [Forks] in `forks`.
 """
@@ -61,7 +61,7 @@ _PATIENCE_S = 10.0
 
 
 def abort_on_uncaught() -> None:
-    """Install a guard: an uncaught exception aborts the job. Call this before any step that may fail."""
+    """Set an excepthook that aborts the job after an uncaught exception. Call this function before any step that may fail."""
     # `syncline run` or another caller prints the exception itself.
     if are_handled_elsewhere():
         return
@@ -95,18 +95,18 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, trace: Traceba
 
 
 def is_interactive() -> bool:
-    """Whether this process has an interactive prompt: `python`, `python -i`, IPython or Jupyter."""
+    """Return whether this process has an interactive prompt: `python`, `python -i`, IPython or Jupyter."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "get_ipython")
 
 
 class ExitBarrier(Inherited):
-    """Makes ranks that exit wait for one another. If a rank exits with an error status while a group is open, aborts the job.
+    """Makes ranks that exit wait for one another. Aborts the job if a rank exits with an error while a group is open.
 
     All ranks of `job` call the constructor together. `job` has all ranks of MPI, or of the communicator that was passed to
     `init_process_group`.
 
     Attributes:
-        leavers: knows which ranks have left, and which collectives this rank has started.
+        leavers: knows which ranks have left the job, and how many collectives this rank has started in each group.
         liveness: finds out which ranks are lost.
         period_s: the seconds between two calls of `look` by the monitor.
     """
@@ -150,13 +150,13 @@ class ExitBarrier(Inherited):
         return _made[-1]
 
     def look(self, _: float) -> None:
-        """Receive notices of ranks that have left, and pass the notices on. The monitor calls this method regularly."""
+        """Receive notices that ranks have left, and pass them on to other ranks. The monitor calls this method regularly."""
         with suppress(MPI.Exception), while_mpi_runs() as runs:  # if a rank is lost, others may still leave
             if runs:
                 self.leavers.left()
 
     def _on_finalize(self, *_: object) -> None:
-        """MPI calls this when the program ends MPI."""
+        """Close all groups, and wait for the other ranks. MPI calls this method when the program calls `MPI.Finalize()`."""
         # If `_on_exit` has met the other ranks already, nothing is left to do.
         if self._has_met:
             return
@@ -201,7 +201,7 @@ class ExitBarrier(Inherited):
         self._communicator.Free()
 
     def _have_left(self, everybody_left: MPI.Request, notice_s: float) -> bool:
-        """Whether all ranks have come to the barrier. If not, tell the other ranks once that this rank has left."""
+        """Return whether all ranks are at the barrier. If not, tell the other ranks, but only once, that this rank has left."""
         if everybody_left.Test():
             return True
         # The notice says how many calls this rank has started. So wait until the queue has started and finished all its calls.
@@ -226,7 +226,7 @@ _made: list[ExitBarrier] = []
 
 
 def _end_without_mpi() -> None:
-    """End this process as Python does, but without the C functions that libraries such as mpi4py run at the very end."""
+    """Run Python's exit functions, and flush files. Then end this process, without C exit functions such as that of mpi4py."""
     atexit.unregister(_end_without_mpi)
     atexit._run_exitfuncs()
     status = exit_status() or int(getattr(sys, "last_value", None) is not None)  # 1 after an uncaught exception
@@ -238,7 +238,7 @@ def _end_without_mpi() -> None:
 
 
 def _end_within(limit_s: float) -> None:
-    """Let SIGALRM end the process after `limit_s` seconds: MPI_Finalize may hang, and then no Python code runs."""
+    """Set a timer: after `limit_s` seconds, SIGALRM ends this process. If MPI_Finalize hangs, no Python code could end it."""
     # Only the main thread may set handlers. Exit functions normally run there.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

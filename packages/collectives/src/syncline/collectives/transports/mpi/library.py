@@ -98,7 +98,7 @@ def no_more_mpi() -> None:
 
 
 def translated(members: MPI.Group, whole: MPI.Group) -> list[int]:
-    """Return, for each member of the MPI group `members`, its rank in the MPI group `whole`. Only `members` is freed."""
+    """For each rank of the MPI group `members`, return its rank in the MPI group `whole`. Free `members`, but not `whole`."""
     try:
         return [int(rank) for rank in MPI.Group.Translate_ranks(members, list(range(members.Get_size())), whole)]
     finally:
@@ -120,8 +120,8 @@ def wait(
         scope: the time limit, which can also be cancelled.
         status: an MPI status, which this function fills in.
         longest_nap_s: see `Patience`.
-        naps_at_once: sleep from the first rest on. Use this only for a single message over a network: a collective takes many
-            steps, and each sleep would delay a step.
+        naps_at_once: sleep between all tests, instead of yielding the core first. Use this only for a single message over a
+            network: a collective takes many steps, and each sleep would delay a step.
 
     Raises:
         TimeoutError: the time limit was reached. The request stays active.
@@ -176,7 +176,7 @@ class MPIRequest(Request):
 
     @classmethod
     def free_abandoned(cls) -> None:
-        """Release the tensors of requests that were dropped before they were complete, and are complete now."""
+        """Release the tensors of dropped requests that MPI has completed by now."""
         for _ in range(len(cls._abandoned)):
             try:
                 entry = cls._abandoned.popleft()
@@ -209,7 +209,7 @@ class MPIRequest(Request):
 
 
 def is_fault_tolerant() -> bool:
-    """Whether the launcher started this job with an option that lets other ranks survive the loss of a rank."""
+    """Return whether the launcher started this job with an option that lets other ranks survive the loss of a rank."""
     return MPI.get_vendor()[0] == "Open MPI" and tolerates_faults()
 
 
@@ -227,7 +227,7 @@ def missing_for_shrink() -> str | None:
 
 
 def failed_ranks(communicator: MPI.Comm) -> list[int]:
-    """Return the ranks of a communicator that have failed, as far as MPI knows in this process.
+    """Return the failed ranks of a communicator, as far as MPI knows them in this process.
 
     The call neither communicates nor blocks.
     """
@@ -246,7 +246,7 @@ def failed_ranks(communicator: MPI.Comm) -> list[int]:
 def revoke(communicators: Iterable[MPI.Comm | None]) -> None:
     """End all operations on these communicators with an error, on all ranks. Without ULFM, do nothing.
 
-    This function may block while a rank is stopped.
+    If another process is stopped, for example by SIGSTOP, this function may block until the process continues.
     """
     if not is_fault_tolerant() or MPI.Is_finalized():
         return
@@ -260,7 +260,7 @@ def revoke(communicators: Iterable[MPI.Comm | None]) -> None:
 
 @contextmanager
 def revoked_on_failure(*communicators: MPI.Comm) -> Iterator[None]:
-    """Return a context manager that revokes the communicators if its body fails. So no rank waits for this rank for ever."""
+    """Return a context manager. If its body raises an error, revoke the communicators, so that no rank waits for ever."""
     try:
         yield
     except BaseException:
@@ -311,7 +311,7 @@ _SMALL_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16})
 def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
     """Return the MPI type and the MPI reduction for `op`. Return None if MPI's result would differ from `op`.
 
-    AVG and PREMUL_SUM give a SUM: the caller divides or multiplies. The result is None for:
+    For AVG and PREMUL_SUM, the MPI reduction is a SUM: the caller must also divide or multiply. The result is None for:
 
     - dtypes that are not in `REDUCIBLE`;
     - MIN and MAX of floats, because MPI's result for not-a-number depends on the rank;
@@ -336,7 +336,9 @@ def memory(tensor: torch.Tensor) -> MPI.buffer:
 
 
 def message(tensor: torch.Tensor, unit_bytes: int) -> tuple[Any, ...]:
-    """Describe a contiguous tensor as one message of bytes for MPI. The tensor may have more bytes than a C int can count.
+    """Return the arguments with which mpi4py moves a contiguous tensor as one message of bytes.
+
+    The tensor may have more bytes than a C int can count.
 
     A tensor with more than `unit_bytes` bytes becomes one element of an MPI type. The other rank may use `MPI.BYTE` instead.
     The caller must keep the tensor alive until the message has been sent or received.

@@ -3,7 +3,7 @@
 Note [Neighbours]
 ~~~~~~~~~~~~~~~~~
 If each of N ranks sent a message to every other rank, there would be N^2 messages. Also, in the first send to a process, MPICH
-over TCP waits until the other process calls MPI, too. This may never happen.
+over TCP waits until the other process calls MPI, too. The other process may never call MPI.
 
 So rank r sends messages only to its neighbours: the ranks r - 1, r - 2, r - 4, ... and r + 1, r + 2, r + 4, ... (modulo N).
 Neighbours are connected when the group is made. All other ranks are at most log2 N steps away. A rank passes all news on to its
@@ -77,7 +77,7 @@ class TimeoutReport:
         self._coming: list[tuple[MPI.Request, bytearray]] = []
 
     def collect(self, signature: str) -> str:
-        """Tell the other ranks the call in which this rank waits. Return a text with the calls of the other ranks.
+        """Tell the other ranks in which call this rank waits. Return a text that says in which calls the other ranks wait.
 
         This method listens for 1.5 seconds, or until it knows the calls of all ranks.
         """
@@ -110,7 +110,7 @@ class TimeoutReport:
                 self._sent.append((request, message))
 
     def _receive(self, said: Statements) -> bool:
-        """Add the messages that have arrived to `said`, and return whether there was one."""
+        """Receive all messages that have arrived, and add their contents to `said`. Return whether a message has arrived."""
         status = MPI.Status()
         # Improbe takes the message out of MPI's queue, so no other thread can receive it meanwhile.
         while (found := self._communicator.Improbe(MPI.ANY_SOURCE, Tag.STATEMENTS, status)) is not None:
@@ -195,7 +195,7 @@ class MPIStatusPost(StatusPost):
 
 
 def towards_zero(rank: int) -> list[int]:
-    """Return the neighbours to which a rank sends status lines on their way to rank 0: see `MPIStatusPost`."""
+    """Return the neighbours (at most two) to which a rank sends status lines on the routes to rank 0: see `MPIStatusPost`."""
     return sorted({rank & (rank - 1), rank ^ (1 << (rank.bit_length() - 1))}) if rank else []
 
 
@@ -223,7 +223,10 @@ class LeaveNotices:
         self._sent: list[MPI.Request] = []
 
     def leave(self, started: Mapping[str, int]) -> None:
-        """Tell the neighbours that this rank leaves. `started`: how many collectives this rank has started, by group key."""
+        """Tell the neighbours that this rank leaves.
+
+        `started` maps the key of each group to the number of collectives that this rank has started.
+        """
         with self._lock:
             self._note(Leaving(self._communicator.Get_rank(), started))
             self._tell()
@@ -245,17 +248,17 @@ class LeaveNotices:
             return found
 
     def stop(self) -> None:
-        """Send no more notices. Call this method when all ranks have left."""
+        """Stop sending notices. Call this method when all ranks have left."""
         with self._lock:
             self._passes_on = False
 
     def close(self) -> None:
-        """Receive no more notices. Call this method before the communicator is freed."""
+        """Stop receiving notices. Call this method before the communicator is freed."""
         with self._lock:
             self._is_closed = True
 
     def are_sent(self) -> bool:
-        """Whether MPI has finished all sends of this rank."""
+        """Return whether MPI has finished all sends of this rank."""
         with self._lock:
             self._sent = [request for request in self._sent if not request.Test()]
             return not self._sent

@@ -33,9 +33,9 @@ class MPIReconnector(Reconnector):
         4. MPI_Comm_agree tells all survivors whether every survivor has connected. If not, the survivors repeat from step 1
            with the communicator of step 2. After `MOST_ATTEMPTS` times with the same members, all survivors give up.
 
-    The steps run on a separate thread. If a rank lives but does not call `shrink`, step 2 does not end, and `shrink` raises
-    `CollectiveTimeout`. The next call of `shrink` then waits for the same thread. After a failure of another kind, the next
-    call starts with the communicator of the last step 2. A rank never shrinks a communicator twice.
+    A separate thread does the steps. If a rank is alive but does not call `shrink`, step 2 does not end, and `shrink` raises
+    `CollectiveTimeout`. The next call of `shrink` then waits for the same thread. After any other failure, the next call of
+    `shrink` starts with the communicator that step 2 made last. A rank never shrinks a communicator twice.
 
     Args:
         communicator: a communicator of all ranks that the group has at the start. Only this object may use it.
@@ -118,7 +118,7 @@ class MPIReconnector(Reconnector):
         return Generation(number, tuple(members), self._job.Get_rank())
 
     def _connected(self, generation: Generation) -> tuple[Transport | None, Exception | None]:
-        """Connect, as step 3. Return an error instead of raising it, because this rank must take part in step 4 in any case."""
+        """Do step 3 of Note [Shrinking by ULFM]. If it fails, return the error, because this rank must still do step 4."""
         try:
             return self._connect(self._communicator, generation.members), None
         except Exception as error:  # noqa: BLE001 - see above
@@ -129,7 +129,7 @@ class MPIReconnector(Reconnector):
 
 
 def _all_agree(communicator: MPI.Intracomm, is_connected: bool) -> bool:
-    """Whether all survivors have connected. All survivors call this function, and get the same answer."""
+    """Return whether all survivors have connected. All survivors call this function, and get the same answer."""
     try:
         return bool(communicator.Agree(int(is_connected)))
     except MPI.Exception as error:  # if some ranks did not know of a failure, MPI raises on all ranks

@@ -33,7 +33,7 @@ class RingAllReduce:
 
     The tensor is divided into one part for each rank, and each part into pieces. In p - 1 steps, each rank adds its own terms
     to a part and sends this part to the next rank. Then every rank has one part of the result. In p - 1 more steps, the results
-    go around the ring. A rank sends a piece as soon as it is ready, so the steps overlap.
+    go around the ring. A rank sends a piece as soon as the piece is ready, so the steps overlap.
 
     The order of the additions is fixed, so the same inputs give the same bits in every run and on every rank.
 
@@ -60,7 +60,7 @@ class RingAllReduce:
             tensor: flat, in host memory, of one of `DTYPES`, with at least as many elements as there are ranks.
             op: the reduction; not AVG or PREMUL_SUM.
             call: the call of this reduction, which has the time limit.
-            divisor: the result is divided by this number.
+            divisor: this method divides the result by this number.
         """
         count = pieces_of_part(tensor.nbytes // self._size, self._piece_bytes)
         parts = [part.tensor_split(count) for part in tensor.tensor_split(self._size)]
@@ -127,7 +127,7 @@ def pieces_of_part(nbytes: int, piece_bytes: int) -> int:
 
 
 def largest_piece_bytes(library: str = MPI.get_vendor()[0], environ: Mapping[str, str] = os.environ) -> int:
-    """Return the size in bytes of the largest piece that this rank would send in a ring.
+    """Return the size in bytes of the largest piece that this rank would send in a ring all-reduce.
 
     Over TCP, Open MPI sends a message that exceeds its eager limit only when the receiver asks for the message. Then data moves
     in only one direction at a time. So pieces are not larger than the eager limit, which the user can set.

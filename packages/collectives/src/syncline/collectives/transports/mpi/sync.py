@@ -36,14 +36,14 @@ class Sync(ABC):
 
         Args:
             call: this rank's call. The ranks compare `Call.digest`.
-            place_key: the key of the place of this rank's tensor in shared memory, from `Windows.key_of`, or `NOWHERE`.
+            place_key: the key of the place of this rank's tensor in a window, from `Windows.key_of`, or `NOWHERE`.
 
         Returns:
             Whether all ranks passed the same place key, and the key is not `NOWHERE`.
 
         Raises:
             DisagreementError: the ranks make different calls. All ranks raise this error.
-            TimeoutError: a rank did not come. The text has the facts that this rank knows about the other ranks.
+            TimeoutError: a rank did not come. The text says what this rank knows about the other ranks.
             TransportError: a rank has given up, the library failed, or `call.scope` was cancelled with a `TransportError`.
         """
 
@@ -67,7 +67,7 @@ class MessageSync(Sync):
         self._given_up: list[object] = []
 
     def compare(self, call: Call, place_key: int = NOWHERE) -> bool:
-        """As `Sync.compare`, by one MPI reduction (MAX)."""
+        """See `Sync.compare`. The ranks compare by one MPI reduction (MAX)."""
         # The reduction contains each number and its negative, so the result has the largest and the smallest number. If both
         # are equal, all numbers are equal.
         digest, numbers = call.digest(), self._numbers
@@ -80,7 +80,7 @@ class MessageSync(Sync):
         return numbers[2] == -numbers[3] != NOWHERE
 
     def wait(self, call: Call) -> None:
-        """As `Sync.wait`."""
+        """See `Sync.wait`."""
         self.run(call, self._communicator.Ibarrier)
 
     def disagreement(self, call: Call) -> DisagreementError:
@@ -100,7 +100,7 @@ class MessageSync(Sync):
         longest_nap_s: float = ARRIVAL_NAP_S,
         naps_at_once: bool = False,
     ) -> None:
-        """Start any non-blocking MPI operation and wait for it, as `library.wait` does.
+        """Start a non-blocking MPI operation, and wait for the operation by `library.wait`.
 
         Raises:
             TimeoutError: the time limit was reached. The text says in which calls the other ranks wait.
@@ -125,7 +125,7 @@ class MessageSync(Sync):
         self._given_up.append(objects)
 
     def timeout(self, call: Call) -> TimeoutError:
-        """Return a `TimeoutError` that says in which calls the other ranks wait. The call takes one or two seconds."""
+        """Return a `TimeoutError` that says in which calls the other ranks wait. This method takes one or two seconds."""
         with mpi_errors():
             return TimeoutError(self._report.collect(call.words))
 

@@ -134,7 +134,7 @@ class MPITransport(LibraryTransport):
     # ---- reductions. For a large call, all ranks have come already: see Note [Presync] ----
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Reduce with MPI or in a ring. If MPI cannot do this reduction, move bytes with MPI and reduce here."""
+        """Reduce with MPI or in a ring. If MPI cannot do this reduction, move bytes with MPI and reduce in this process."""
         native = self._native(tensor.dtype, op)
         # If MPI cannot reduce this dtype, or must not choose the order, this process reduces.
         if native is None:
@@ -159,7 +159,7 @@ class MPITransport(LibraryTransport):
         Args:
             wide: this rank's terms, at most 1 GiB.
             op: the reduction; not AVG or PREMUL_SUM.
-            divisor: the result is divided by this number.
+            divisor: this method divides the result by this number.
             tensor: gets the result; as many elements as `wide`.
             call: the call of this reduction.
         """
@@ -311,7 +311,8 @@ class MPITransport(LibraryTransport):
     def _drop_unreceived(self, call: Call) -> None:
         """Receive and drop the messages that no rank has received, and log a warning. All ranks call this method.
 
-        MPI does not drop these messages when it frees the communicator: the next communicator with the same number gets them.
+        MPI does not drop these messages when it frees the communicator. A later communicator with the same internal number
+        would get the messages.
 
         Cost: an all-to-all of one number for each pair of ranks, an empty message to each rank to which this rank has sent, and
         a barrier.
@@ -374,7 +375,7 @@ class MPITransport(LibraryTransport):
                 whole.Free()
 
     def takes_ring(self, signature: Signature) -> bool:
-        """Whether calls of this signature use the ring instead of MPI's all-reduce."""
+        """Return whether calls of this signature use the ring instead of MPI's all-reduce."""
         if signature.name != "all_reduce" or self._native(signature.element_dtype, signature.reduction) is None:
             return False
         return self._ring is not None and signature.nbytes >= self._ring_min_bytes and signature.dtype in RING_DTYPES
@@ -409,7 +410,7 @@ class MPITransport(LibraryTransport):
         return [piece.nbytes for piece in tensor.tensor_split(self._size)]
 
     def _all_to_all_here(self, terms: torch.Tensor, tensor: torch.Tensor, sent: list[int], received: int, call: Call) -> None:
-        """Exchange at most 1 GiB in total by MPI's Alltoallv. Every rank knows the sizes of all parts."""
+        """Exchange parts by MPI's Alltoallv: at most 1 GiB on each rank. Every rank knows the sizes of all parts."""
         there = (memory(tensor), (sent, _starts(sent)), MPI.BYTE)
         here = (memory(terms), ([received] * self._size, [received * r for r in range(self._size)]), MPI.BYTE)
         self._collective("Alltoallv", (there, here), tensor.nbytes, call)
@@ -480,7 +481,7 @@ class MPIPlan(LibraryPlan):
         return "ring" if self._mpi.takes_ring(self._signature) else "MPI"
 
     def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:
-        """As `Plan.run`."""
+        """See `Plan.run`."""
         self._mpi.presync(self._nbytes, call)
         super().run(part, whole, call)
 

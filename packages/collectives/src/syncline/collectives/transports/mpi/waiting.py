@@ -20,7 +20,10 @@ _spin_s = DEFAULT_SPIN_S
 
 
 def spin_for(seconds: float) -> None:
-    """Set how many seconds a waiting thread of this process yields between checks, before it sleeps; infinity: no sleep."""
+    """Set for how many seconds each waiting thread of this process yields the core between checks, before it sleeps.
+
+    With infinity, threads never sleep.
+    """
     global _spin_s
     _spin_s = seconds
 
@@ -36,7 +39,7 @@ class Patience:
     Note [How long to spin]
     ~~~~~~~~~~~~~~~~~~~~~~~
     [1] For the time that `spin_for` sets (by default 2 ms), the thread yields between checks. If each rank has a core, the
-        thread sees the end of the wait within microseconds. But it keeps its core busy.
+        thread sees the end of the wait within microseconds, but the thread keeps its core busy.
     [2] Then the thread sleeps between checks. Each sleep takes a hundredth of the time that the thread has waited so far, but
         at least 50 us. So a rank that waits for seconds uses about a hundredth of its core.
 

@@ -7,6 +7,6 @@ A window is memory that all ranks of the node have mapped. `all_reduce(tensor)` 
 3. `plan`: `NodePlan.run` finds the tensor's place. The ranks compare the call and the place by `shared_sync`.
 4. `window`: each rank reduces its slice, and writes the result to the tensors of all ranks.
 
-A small tensor is never looked up in a window. `NodePlan.run` then leaves the comparison to `Eager.run` of `eager`. Each rank
-writes its tensor to shared memory, and the ranks compare the call. Then each rank reduces the tensors of all ranks.
+For a small tensor, steps 3 and 4 differ: `NodePlan.run` looks for no window, and calls `Eager.run` of `eager`. Each rank writes
+its tensor to shared memory, and the ranks compare the call. Then each rank reduces the tensors of all ranks.
 """

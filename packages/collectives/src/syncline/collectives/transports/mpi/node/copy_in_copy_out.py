@@ -1,4 +1,4 @@
-"""Reduce tensors that are in no window: copy them into the group's window, reduce there, and copy the result out."""
+"""Reduce tensors that are in no window: copy them into the group's own window, reduce there, and copy the results back."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _T = TypeVar("_T")
 
 
 class StagingArea:
-    """A window of the group, with three slots for each rank. A slot holds one chunk of a tensor.
+    """A window (memory that all ranks of a node have mapped) with three slots for each rank. A slot holds a chunk of a tensor.
 
     Note [Slots in turn]
     ~~~~~~~~~~~~~~~~~~~~
-    All chunks use the slots in turn. The turn goes on from one collective to the next. There is at least one barrier for each
+    Each chunk uses the next of the three slots, also from one collective to the next. There is at least one barrier for each
     chunk. Ranks reduce chunk k after the barrier of chunk k, and copy the results of chunk k out of the slots after the barrier
     of chunk k + 1. So all reads of chunk k end before the barrier of chunk k + 2. Chunk k + 3 uses the slot of chunk k, but is
     written after the barrier of chunk k + 2. So no rank overwrites data that another rank still reads.
@@ -40,7 +40,7 @@ class StagingArea:
         self._next = 0
 
     def segment(self, call: Call) -> Segment | None:
-        """Return the window. The first call makes the window. If this fails, all ranks return None.
+        """Return the window. The first call makes the window. If a rank cannot make it, all ranks return None.
 
         All ranks call this method together.
         """
@@ -79,7 +79,7 @@ class _Step(NamedTuple):
         copies_in: copies of the slices that other ranks reduce, to this rank's slot.
         slots: for each rank r, the slice in rank r's slot that this rank reduces.
         share: the slice that this rank reduces: its start in the chunk and its length, in elements.
-        copy_to_slot: a copy of this rank's result to its slot. None if no other rank needs the result.
+        copy_to_slot: the copy of this rank's result to this rank's slot; None if no other rank needs the result.
         copies_out: copies of the other ranks' results, from their slots.
     """
 
@@ -97,12 +97,12 @@ class CopyInCopyOut(Algorithm):
 
     1. Copy all slices of other ranks into this rank's slot.
     2. Wait at a barrier.
-    3. Reduce the own slice in rank order, and write the result to the own tensor. For `all_reduce`, also copy the result to
-       the own slot.
+    3. Reduce this rank's slice in rank order, and write the result to this rank's tensor. For `all_reduce`, also copy the
+       result to this rank's slot.
     4. For `all_reduce`: after the next barrier, copy the results of the other ranks out of their slots.
 
-    Cost for n bytes and p ranks: each rank copies n - n/p bytes in and reduces n/p bytes. For `all_reduce`, each rank also
-    copies n/p bytes in and n - n/p bytes out. There is one barrier for each chunk, and for `all_reduce` one more.
+    Cost for n bytes and p ranks: each rank copies n - n/p bytes in and reduces n/p bytes. For `all_reduce`, each rank then
+    copies n/p more bytes in, and n - n/p bytes out. There is one barrier for each chunk, and for `all_reduce` one more.
     """
 
     name = "copy-in copy-out"
@@ -117,7 +117,7 @@ class CopyInCopyOut(Algorithm):
         self._chunks: list[tuple[int, int]] = []
 
     def prepare(self, call: Call) -> bool:
-        """Make the group's staging area, at the first call. Return whether the group has a staging area."""
+        """At the first call, make the group's staging area. Return whether the group has a staging area."""
         if self._segment is None:
             segment = self._segment = self._staging.segment(call)
             if segment is not None:
@@ -127,7 +127,7 @@ class CopyInCopyOut(Algorithm):
         return self._segment is not None
 
     def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
-        """As `Plan.run`."""
+        """See `Plan.run`."""
         segment, sync = self._segment, self._node.local_sync(call)
         assert segment is not None
         out, itemsize = flat(part), self._dtype.itemsize

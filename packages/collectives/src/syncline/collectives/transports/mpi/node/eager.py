@@ -23,7 +23,7 @@ _Finish = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class Eager(Algorithm):
-    """Moves small tensors. The ranks wait for one another only once: at a `ShmBarrier`, which also compares the call.
+    """Runs collectives of small tensors. The ranks wait for one another only once: at a `ShmBarrier`, which compares calls.
 
     Every rank reduces all slots in rank order, so all ranks get the same bits. See Note [Arrivals in turn] in `shared_sync`.
 
@@ -43,7 +43,7 @@ class Eager(Algorithm):
         self._by_parity: list[tuple[memoryview | None, _Finish]] = []
 
     def prepare(self, call: Call) -> bool:
-        """Make the group's barrier in shared memory, at the first call. Return whether the group has this barrier."""
+        """At the first call, make the group's barrier in shared memory. Return whether the group has this barrier."""
         if self._sync is None:
             self._sync = self._node.shared_sync(call)
             if self._sync is not None:
@@ -63,7 +63,7 @@ class Eager(Algorithm):
         finish(part, whole)
 
     def _laid_out(self, barrier: ShmBarrier, parity: int) -> tuple[memoryview | None, _Finish]:
-        """Return this rank's slot (None if no rank reads it), and the function that finishes a call."""
+        """Return this rank's slot (None if no rank reads it), and a function that makes a call's result from the slots."""
         signature, mine = self._signature, barrier.mine
         slots = [
             memoryview(_memory_at(slot.data_ptr(), slot.nbytes))

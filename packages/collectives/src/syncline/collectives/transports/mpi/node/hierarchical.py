@@ -20,9 +20,9 @@ STAGE_BYTES = 16 << 20
 
 
 class NodeReduction:
-    """Reduces the slice that this rank leads (see `Hierarchy`): first inside the node, then between the slice's leaders.
+    """Reduces the slice that this rank leads (see `Hierarchy`): inside the node, then with the slice's leaders on other nodes.
 
-    Then copies the result to all ranks of this node. `between` connects the leaders of the slice. None: this rank leads no
+    Then copies the result to all ranks of this node. `between` connects the leaders of the slice; None if this rank leads no
     slice.
     """
 
@@ -36,7 +36,7 @@ class NodeReduction:
         self._may_stage = True
 
     def stage(self, call: Call) -> Segment | None:
-        """Return the stage: the shared memory to which tensors are copied. If there is no stage, all ranks return None."""
+        """Return the stage: the shared memory to which tensors are copied. If it cannot be made, all ranks return None."""
         # If the stage could not be made before, it could not be made on any rank. Do not try again.
         if self._stage is None and self._may_stage:
             self._stage = self._node.segment(STAGE_BYTES, call)
@@ -92,7 +92,7 @@ class HierarchicalInWindow(WindowAlgorithm):
         self._reduction = reduction
 
     def run(self, place_key: int, part: torch.Tensor, call: Call) -> None:
-        """As `WindowAlgorithm.run`."""
+        """See `WindowAlgorithm.run`."""
         self._reduction.run(self._node.memory.windows.place(place_key), self._numel, call)
         self._node.local_sync(call).wait(call)
 
@@ -110,7 +110,7 @@ class Hierarchical(Algorithm):
         self._reduction = reduction
 
     def prepare(self, call: Call) -> bool:
-        """Make the stage (shared memory through which tensors pass), at the first call. Return whether there is a stage."""
+        """At the first call, make the stage (shared memory to which tensors are copied). Return whether there is a stage."""
         return self._reduction.stage(call) is not None
 
     def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:

@@ -33,8 +33,8 @@ class Hierarchy:
         shares_memory: whether any node has more than one rank of the group.
         fence: this processor's memory fence. If one rank has no fence, all ranks have None.
         leaders: the number of leaders on each node. The leaders are the first ranks of the node.
-        inter_node: a communicator of the leaders of this rank's slice. None if this rank leads no slice, or if there is only
-            one level: one node, or one rank on each node.
+        inter_node: a communicator of the leaders of this rank's slice. None if this rank leads no slice, if there is only one
+            node, or if each node has only one rank.
     """
 
     def __init__(self, communicator: MPI.Intracomm, split: SplitByNode = split_by_node) -> None:

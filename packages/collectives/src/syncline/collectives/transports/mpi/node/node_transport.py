@@ -58,7 +58,7 @@ class NodeTransport(MPITransport):
         thresholds: the smallest size for each algorithm; equal on all ranks.
         piece_bytes: the size of the largest piece in a ring between nodes; equal on all ranks. None: the result of
             `largest_piece_bytes`.
-        ranks_on_node: how many ranks of the job are on this node. None: as many as the group has on this node.
+        ranks_on_node: how many ranks of the job are on this node. None: the number of the group's ranks on this node.
     """
 
     def __init__(
@@ -110,11 +110,14 @@ class NodeTransport(MPITransport):
 
     @property
     def compares_every_call(self) -> bool:
-        """Whether a barrier in shared memory compares every call. For this, all ranks must be on one node."""
+        """Whether the ranks compare every call at a barrier in shared memory. False if the ranks are on several nodes."""
         return self._capabilities.nodes == 1 and self._capabilities.has_barrier
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor:
-        """Allocate a window filled with zeros if ranks share a node and the tensor is large; otherwise plain memory."""
+        """Allocate a tensor in a window, filled with zeros, or in plain memory, uninitialised.
+
+        The tensor is in a window only if it is large, and if ranks share a node.
+        """
         capabilities = self._capabilities
         # With several nodes, reproducible reductions never use windows.
         is_used = capabilities.shares_memory and (capabilities.nodes == 1 or not capabilities.reproducible)
@@ -178,7 +181,7 @@ class NodeTransport(MPITransport):
     # ---- life ----
 
     def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
-        """As `MPITransport.subset`. The subset has its own windows."""
+        """See `MPITransport.subset`. The subset has its own windows."""
         return NodeTransport(
             self._communicator_of(members, number),
             reproducible=self._reproducible,
@@ -193,12 +196,12 @@ class NodeTransport(MPITransport):
         self._node.give_up()
 
     def interrupt(self) -> None:
-        """As `MPITransport.interrupt`. Also revoke the communicators inside and between nodes."""
+        """See `MPITransport.interrupt`. Also revoke the communicators inside and between nodes."""
         super().interrupt()
         revoke((self._hierarchy.node, self._hierarchy.inter_node))
 
     def abort(self) -> None:
-        """As `give_up`. MPI can wake ranks of other nodes only by ending the job."""
+        """Call `give_up`, which wakes only ranks of this node. MPI can wake ranks of other nodes only by ending the job."""
         self.give_up()
 
     def close(self) -> None:

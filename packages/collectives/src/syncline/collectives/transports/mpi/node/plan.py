@@ -72,7 +72,7 @@ class Size(NamedTuple):
 
     Attributes:
         whole: the size of the call's larger tensor, for example of the output of an all-gather.
-        in_slot: the size of the data that a rank writes to its slot in the eager algorithm.
+        in_slot: the size of the data that a rank writes to its slot in shared memory, in the eager algorithm.
     """
 
     whole: int
@@ -119,7 +119,7 @@ def slot_bytes(capabilities: Capabilities, thresholds: AlgorithmThresholds) -> i
 
 
 def may_be_in_window(operation: Operation, size: Size, capabilities: Capabilities, thresholds: AlgorithmThresholds) -> bool:
-    """Whether a call of this size is faster in a window. If so, the ranks must compare the places of their tensors."""
+    """Return whether a call of this size is faster in a window. If True, the ranks must compare the places of their tensors."""
     # A comparison of places costs one exchange. For a small tensor, a window saves less than this exchange costs.
     if not capabilities.shares_memory or size.whole == 0 or size.whole < thresholds.window_bytes:
         return False
@@ -209,7 +209,7 @@ class Windows:
         return first_key + address - start
 
     def place(self, key: int) -> Place:
-        """Return the place with this key, which comes from `key_of`. A tensor must still be at this place."""
+        """Return the place for a key that `key_of` has returned. A tensor must still be at this place."""
         for entry in self._known[1]:
             segment = entry.segment()
             if segment is not None and 0 <= key - entry.first_key <= entry.part_bytes:
@@ -369,7 +369,7 @@ class Node:
 class Algorithm(ABC):
     """Moves the data of calls of one signature. The tensors may be in any memory.
 
-    `name` is for logs. `compares` says whether the ranks must compare the call before `run`. If False, `run` compares the call
+    `name` is for logs. If `compares` is True, the ranks must compare the call before `run`. Otherwise `run` compares the call
     itself, or the group compares the call later.
     """
 
@@ -377,7 +377,7 @@ class Algorithm(ABC):
     compares = True
 
     def prepare(self, call: Call) -> bool:
-        """Make the shared memory that the algorithm needs, at the first call. Return whether the algorithm has this memory.
+        """At the first call, make the shared memory that the algorithm needs. Return whether the algorithm has this memory.
 
         All ranks call this method together, and get the same answer.
         """
@@ -385,7 +385,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
-        """As `Plan.run`."""
+        """See `Plan.run`."""
 
 
 class ByMPI(Algorithm):
@@ -397,7 +397,7 @@ class ByMPI(Algorithm):
         self._plan = LibraryPlan(transport, signature)
 
     def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
-        """As `Plan.run`."""
+        """See `Plan.run`."""
         self._plan.run(part, whole, call)
 
 
@@ -408,22 +408,23 @@ class WindowAlgorithm(ABC):
 
     @abstractmethod
     def run(self, place_key: int, part: torch.Tensor, call: Call) -> None:
-        """As `Plan.run`, but with a place in a window instead of the argument `whole`.
+        """See `Plan.run`. Instead of the argument `whole`, this method takes the key of a place in a window.
 
-        `place_key` is from `Windows.key_of`, and equal on all ranks. An all-reduce ignores `part`: the tensor is at the place.
+        `place_key` is from `Windows.key_of`, and equal on all ranks. An all-reduce ignores `part`, because its tensor is at the
+        place.
         """
 
 
 class NodePlan(Plan):
     """Runs the calls of one signature, for ranks that may share memory.
 
-    [1] The ranks compare the call and the places of their tensors. This step is left out if no tensor can be in a window, and
-        `outside.compares` is False. For example, `Eager.run` compares the call itself.
+    [1] The ranks compare the call and the places of their tensors. They skip this step if no tensor can be in a window, and
+        `outside.compares` is False (see `Algorithm`).
     [2] If all tensors are at the same place of a window, `in_window` moves the data.
     [3] Otherwise `outside` moves the data. If the shared memory of `outside` cannot be made, `by_mpi` replaces `outside` for
         ever.
 
-    Without `in_window`, the ranks do not compare places.
+    If `in_window` is None, the ranks do not compare places.
     """
 
     def __init__(self, node: Node, outside: Algorithm, by_mpi: Algorithm, in_window: WindowAlgorithm | None = None) -> None:
@@ -439,7 +440,7 @@ class NodePlan(Plan):
         return self._latest
 
     def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:
-        """As `Plan.run`."""
+        """See `Plan.run`."""
         assert whole is not None
         node, algorithm = self._node, self._outside
         # Until `allocate` has made a window, no tensor can be in a window, so the ranks need not compare places.

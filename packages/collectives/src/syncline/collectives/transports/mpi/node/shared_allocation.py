@@ -94,7 +94,7 @@ class _Allocation:
         return self._all_gather(None if self._file < 0 else (os.getpid(), self._file, name))[0]
 
     def _open(self, pid: int, file: int, name: str) -> bool:
-        """Open the file through /proc of the first rank, or get it over a socket. Return whether this worked."""
+        """Open the file through /proc of the first rank, or get its descriptor over a socket. Return whether this worked."""
         if not self._is_first:
             with self._recording():
                 self._file = open_peer_fd(pid, file, name)
@@ -147,7 +147,7 @@ def _check_room(room: Room | None, part_bytes: int) -> None:
 def _agree(communicator: MPI.Intracomm, problem: str, run: Run) -> None:
     """Raise an error on all ranks if any rank has a problem. All ranks call this function.
 
-    Cost: one reduction. If there is a problem, also an exchange of all ranks' texts.
+    Cost: one reduction. If any rank has a problem, also an all-gather of the ranks' texts.
     """
     is_any = array("q", [bool(problem)])
     run(lambda: communicator.Iallreduce(MPI.IN_PLACE, [is_any, MPI.INT64_T], MPI.MAX))

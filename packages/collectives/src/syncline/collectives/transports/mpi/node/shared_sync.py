@@ -29,7 +29,7 @@ _LOOKS_ON_SHARED_CORE = 100
 
 
 def barrier_bytes(slot_bytes: int) -> int:
-    """Return the size of each rank's part of a barrier's segment."""
+    """Return the size in bytes of each rank's part of the shared memory of a `ShmBarrier`."""
     return _HEAD_BYTES + 2 * slot_bytes
 
 
@@ -54,8 +54,8 @@ class ShmBarrier:
     3. Wait until all other ranks have written k.
     4. Read the slots of the other ranks.
 
-    A rank writes the same slot and line again for arrival k + 2. By then, all ranks have come to arrival k + 1, so they have
-    read the data of arrival k.
+    A rank writes the same slot and line again for arrival k + 2. At that time, all ranks have come to arrival k + 1, so all
+    ranks have read the data of arrival k.
 
     Note [Order in memory]
     ~~~~~~~~~~~~~~~~~~~~~~
@@ -105,7 +105,7 @@ class ShmBarrier:
 
     @property
     def next_parity(self) -> int:
-        """The parity of this rank's next arrival."""
+        """The number of this rank's next arrival, modulo 2."""
         return (self.arrivals + 1) & 1
 
     def slots(self, parity: int, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> list[torch.Tensor]:
@@ -120,7 +120,7 @@ class ShmBarrier:
         """Wait for all ranks. Return whether all passed the same `digest`, and whether all passed the same `place_key`.
 
         `digest` is the digest of this rank's call. `place_key` is the key of this rank's tensor from `Windows.key_of`, or
-        `NOWHERE`, for which the second answer is False. `digest` and `place_key` have 64 bits.
+        `NOWHERE`. If a rank passes `NOWHERE`, the second answer is False. `digest` and `place_key` have 64 bits.
 
         Raises:
             GaveUpError: a rank will not come, or `give_up` was called on this rank.
@@ -204,7 +204,7 @@ class SharedSync(Sync):
         self._messages = messages
 
     def compare(self, call: Call, place_key: int = NOWHERE) -> bool:
-        """As `Sync.compare`."""
+        """See `Sync.compare`."""
         try:
             is_same, is_common = self.barrier.arrive(call.scope, call.digest(), place_key)
         except Exception as error:  # noqa: BLE001 - raised again
@@ -214,7 +214,7 @@ class SharedSync(Sync):
         return is_common
 
     def wait(self, call: Call) -> None:
-        """As `Sync.wait`."""
+        """See `Sync.wait`."""
         try:
             self.barrier.arrive(call.scope)
         except Exception as error:  # noqa: BLE001 - raised again

@@ -63,7 +63,7 @@ class SlicesInWindow(WindowAlgorithm):
         self._shares: dict[int, Share] = {}
 
     def run(self, place_key: int, part: torch.Tensor, call: Call) -> None:
-        """As `WindowAlgorithm.run`."""
+        """See `WindowAlgorithm.run`."""
         share = self._shares.get(place_key)
         if share is None:
             # A program that uses so many places makes new tensors all the time, so old shares are of little use.
@@ -76,7 +76,7 @@ class SlicesInWindow(WindowAlgorithm):
 
 
 class _Chunk(NamedTuple):
-    """A chunk of this rank's slice.
+    """A chunk of the slice that this rank reduces: see Note [Slices] in `SlicesInWindow`.
 
     Attributes:
         reduce: combines the terms of all ranks, into `out`.
