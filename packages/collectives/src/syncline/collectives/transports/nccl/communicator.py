@@ -64,13 +64,13 @@ class NativeReduction:
 
 
 def native_reduction(op: Reduction, dtype: torch.dtype, *, reproducible: bool = False) -> NativeReduction | None:
-    """Return NCCL's own reduction for `op`. Return None if the ranks must exchange the terms and reduce without NCCL.
+    """Return NCCL's own reduction for `op`. Return None if the ranks must exchange their tensors and reduce without NCCL.
 
     The result is None for:
 
     - reductions that NCCL lacks, such as all reductions of int16, bitwise reductions, and products of complex numbers;
     - minimum and maximum of floating point numbers, because NCCL drops a not-a-number on some ranks;
-    - with `reproducible`, reductions whose result depends on the order of the terms.
+    - if `reproducible` is True, reductions whose result depends on the order of the terms.
     """
     if dtype in BOOL:
         return NativeReduction(NCCL_OPS[_OPS_ON_BOOL[op]]) if op in _OPS_ON_BOOL else None
@@ -88,7 +88,7 @@ def _is_native_on_floats(op: ReduceOp, dtype: torch.dtype) -> bool:
 
 
 def as_reduced(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a flat tensor that NCCL can reduce: complex numbers as pairs of real numbers, bool as uint8."""
+    """Return a flat tensor as a view whose dtype NCCL can reduce: complex numbers as pairs of real numbers, bool as uint8."""
     if tensor.dtype in COMPLEX:
         return torch.view_as_real(tensor).view(-1)
     return tensor.view(torch.uint8) if tensor.dtype in BOOL else tensor
@@ -97,7 +97,7 @@ def as_reduced(tensor: torch.Tensor) -> torch.Tensor:
 def as_moved(tensor: torch.Tensor) -> torch.Tensor:
     """Return the given flat tensor in a form that NCCL can send.
 
-    If NCCL lacks its dtype, such as bool and complex dtypes, this is a view of the tensor's bytes.
+    If NCCL lacks the tensor's dtype (such as bool and complex dtypes), return a view of the tensor's bytes.
     """
     return tensor if tensor.dtype in NCCL_TYPES else bytes_of(tensor)
 
@@ -109,7 +109,7 @@ class Communicator:
     it is empty on all ranks), the methods do nothing.
 
     Args:
-        raw: an object of the module's class `NcclCommunicator`.
+        raw: an object of CuPy's class `NcclCommunicator`.
         stream: the handle of the CUDA stream.
     """
 
@@ -134,9 +134,9 @@ class Communicator:
     def split(self, members: Sequence[int] | None, stream: int) -> Communicator | None:
         """Make a communicator of `members`, which are ranks in this communicator. All ranks call this method.
 
-        No operation of this communicator may be in flight. `stream` is the handle of the new communicator's CUDA stream. All
-        members of a new communicator pass the same `members`; other communicators have other members. A rank that is in no new
-        communicator passes None, and gets None.
+        No operation of this communicator may be in flight. `stream` is the handle of the new communicator's CUDA stream. One
+        call may make several new communicators, which share no rank. All members of a new communicator pass the same `members`.
+        A rank that is in no new communicator passes None, and gets None.
         """
         with nccl_errors(self._nccl, "ncclCommSplit"):
             if members is None:  # a rank outside of all parts must call NCCL, too
@@ -181,7 +181,7 @@ class Communicator:
             self._call("allGather", address, self._wire(as_moved(block))[0], count, datatype)
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
-        """Send to another rank. Two ranks that send to each other must do so inside a `group`."""
+        """Send to another rank. Two ranks that send to each other must do so inside the context of `Communicator.group`."""
         if tensor.numel():
             self._call("send", *self._wire(as_moved(tensor)), peer)
 

@@ -38,7 +38,7 @@ MULTI_RANK_VARIABLE, MULTI_RANK_VERSION = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30)
 
 @dataclass(frozen=True)
 class StreamCommunicator:
-    """A communicator of all ranks of a group, or of two ranks in one direction, and its CUDA stream.
+    """A communicator and its CUDA stream. It connects all ranks of a group, or two ranks in one direction.
 
     A thread holds `lock` while it issues a call, because NCCL allows only one thread at a time.
     """
@@ -49,7 +49,7 @@ class StreamCommunicator:
 
 
 class Connector:
-    """Connects the ranks of one group over NCCL. The group may be a part of the job.
+    """Connects the ranks of one group over NCCL. The group need not have all ranks of the job.
 
     Args:
         rendezvous: lets the ranks of the job exchange messages without NCCL. All groups of the job use one rendezvous.
@@ -67,12 +67,12 @@ class Connector:
         self.name = name
 
     def part(self, members: Sequence[int], name: str) -> Connector:
-        """Make the connector of a new group. `members` are ranks in this group."""
+        """Make the connector of a new group, which has some ranks of this connector's group: `members`."""
         ranks = [self.ranks[member] for member in members]
         return Connector(self.nccl, self.runtime, self.rendezvous, ranks, list(members).index(self.rank), name)
 
     def agree(self, topic: str, payload: Payload, decide: Callable[[list[Payload]], Payload], scope: CancelScope) -> Payload:
-        """Let all ranks of the group agree on a decision, without the GPU; see `Rendezvous.agree`."""
+        """Agree with all ranks of the group on a decision, without the GPU; see `Rendezvous.agree`."""
         return self._agree(topic, self.ranks, payload, decide, scope)
 
     def _agree(
@@ -85,7 +85,7 @@ class Connector:
 
         Args:
             topic: a name for this connection. Each connection needs a new name.
-            members: the ranks to connect, as ranks in this group, in their order in the new communicator.
+            members: the ranks to connect, as ranks in this connector's group, in their order in the new communicator.
             device: this rank's GPU.
             scope: the time limit for the whole call.
 
@@ -106,7 +106,7 @@ class Connector:
         return StreamCommunicator(made, stream)
 
     def split(self, whole: StreamCommunicator, members: Sequence[int] | None, scope: CancelScope) -> StreamCommunicator | None:
-        """Call `Communicator.split`. All ranks must call this method. Return None if this rank is in no new group."""
+        """Call `Communicator.split` on `whole`. All its ranks must do so. Return None if this rank is in no new group."""
         stream = self.runtime.stream(whole.stream.device, is_own=True)
         made = self.within(scope, stream.device, lambda: whole.communicator.split(members, stream.handle))
         return None if made is None else StreamCommunicator(made, stream)
@@ -119,7 +119,7 @@ class Connector:
             return {"unique_id": bytes(self.nccl.get_unique_id()).hex()}
 
     def within(self, scope: CancelScope, device: torch.device, connect: Callable[[], T]) -> T:
-        """Call `connect`, which calls NCCL, on a new thread. If NCCL does not return in time, raise a `CollectiveTimeout`."""
+        """Call `connect`, which calls NCCL, on a new thread. If the call does not end in time, raise a `CollectiveTimeout`."""
         call = DetachedCall(connect, "syncline-nccl-connect", partial(self.runtime.background, device))
         try:
             return call.wait(scope)
@@ -210,13 +210,14 @@ class Connections:
             return self._connector.split(self._of_all_ranks, members, scope)
 
     def note_capture(self) -> None:
-        """Note that a CUDA graph now uses a communicator."""
+        """Remember that a CUDA graph uses a communicator, so that `give_back` waits for a shorter time."""
         self._was_captured = True
 
     def give_back(self) -> None:
         """Destroy the communicators. Call this method when no operation is in flight.
 
-        NCCL waits for the other ranks. NCCL also waits until the program has deleted the CUDA graphs that use a communicator.
+        NCCL waits until the other ranks have destroyed their communicators, too, and until the program has deleted the CUDA
+        graphs that use a communicator.
 
         Raises:
             TransportError: NCCL did not return within the group's time limit, or within 30 seconds after a capture in a CUDA
@@ -232,7 +233,7 @@ class Connections:
                 raise TransportError(self._kept_by_nccl(scope)) from None
 
     def _of_two(self, peer: int, device: torch.device) -> Mapping[Direction, StreamCommunicator]:
-        """Connect with one other rank: one communicator for each direction, because a receive must not wait behind a send.
+        """Connect with one other rank. Make a communicator for each direction, because a receive must not wait behind a send.
 
         NCCL connects two ranks only at their first send and receive, and blocks the CPU until the other rank has made the
         matching call. If two ranks both send before they receive, they would wait for each other. So send one byte in each
@@ -312,8 +313,8 @@ Task: TypeAlias = Callable[[StreamCommunicator], None]
 class Pair:
     """Issues the transfers between two ranks, in order. The first transfer connects the ranks, without blocking the caller.
 
-    A separate thread connects the ranks, and issues the transfers that are submitted meanwhile. Later, the caller of `submit`
-    issues each transfer itself.
+    A separate thread connects the ranks. Until it has finished, it also issues the transfers. Afterwards the thread that calls
+    `submit` issues the transfer.
 
     Args:
         connect: makes a communicator for each direction. The separate thread calls this function.
@@ -337,11 +338,11 @@ class Pair:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the ranks are connected. If so, the caller of `submit` issues the transfer itself."""
+        """Whether the ranks are connected. If True, the thread that calls `submit` issues the transfer itself."""
         return self._made is not None
 
     def submit(self, direction: Direction, task: Task) -> None:
-        """Issue a transfer. `task` is called with the communicator of this direction, now or when the ranks are connected."""
+        """Issue a transfer: call `task` with the communicator of this direction, now or as soon as the ranks are connected."""
         with self._lock:
             if self._made is None:
                 self._waiting.append((direction, task))

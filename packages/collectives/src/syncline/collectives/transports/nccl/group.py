@@ -77,19 +77,20 @@ class NcclGroup(EngineGroup):
        calling thread only with a timeout, or for a barrier.
     3. For the CPU, a future is complete when the collective is on the stream. A callback runs on the thread that attaches it,
        before this thread issues another call. While the callback runs, the thread's current stream waits for the collective. So
-       a call of the callback has the same place in the order on every rank. `StreamWork.get_future` names two exceptions.
+       a collective that the callback issues has the same place in the order on every rank. `StreamWork.get_future` names two
+       exceptions.
     4. `send` and `recv` have no place in the order, because each direction between two ranks has its own communicator and
        stream. A separate thread connects the two ranks.
-    5. A future's callback may issue collectives. So a thread must hold no lock when it completes a future: the thread calls
-       `StreamWork.settle` after its turn in the queue. If an error must end the group, the code in the turn raises a
+    5. A future's callback may issue collectives. So a thread must hold no lock when it completes a future. Therefore the thread
+       calls `StreamWork.settle` only after its turn in the queue. If an error must end the group, the code in the turn raises a
        `FatalError`. The group ends after the turn.
 
     The group serves only the GPU of its first call. After this call, a CUDA graph can capture all calls except `barrier`,
     `wait` with a timeout, and the first transfer with a peer.
 
     NCCL's own reductions differ from `ReduceOp` in two ways, as in torch. NCCL rounds float16 and bfloat16 at each addition.
-    For AVG, NCCL multiplies each term by 1/size before the addition. With `reproducible`, these differences do not exist, but a
-    reduction is slower and needs copies of the tensor.
+    For AVG, NCCL multiplies each term by 1/size before the addition. If `reproducible` is True, these differences do not exist,
+    but a reduction is slower and needs copies of the tensor.
 
     Note [Comparison over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -102,7 +103,7 @@ class NcclGroup(EngineGroup):
     barrier. `close` also waits for a comparison, for at most `_CLOSE_S` seconds. A group of N ranks compares after every n-th
     backward, where n is N / `_COMPARED_EACH_TIME`, rounded up.
 
-    With `check_calls`, the ranks instead compare each collective before they issue it. The CPU waits for this comparison
+    If `check_calls` is True, the ranks instead compare each collective before they issue it. The CPU waits for this comparison
     during the call's turn. So all ranks must then issue the calls of all groups in one order. A send or receive of another
     thread waits until the comparison is over. If the ranks met in a store, a failure of another rank ends the wait within a
     second. If the ranks met in a host group, only the time limit or a lost rank ends the wait.
@@ -231,9 +232,11 @@ class NcclGroup(EngineGroup):
         return work
 
     def _issue_in_turn(self, call: Call, device: torch.device, async_op: bool) -> tuple[StreamWork, bool]:
-        """Put a call on the stream, or into the batch that this thread fills. Called in a turn of the group's queue.
+        """Put a call on the stream, or into the batch that this thread fills.
 
-        Returns the work, and whether the call is on the stream.
+        The calling thread must have its turn in the group's queue.
+
+        Return the work, and whether the call is on the stream.
         """
         self._check_usable(call.signature)
         if not self._checks_calls or self.size == 1:
@@ -250,7 +253,7 @@ class NcclGroup(EngineGroup):
             raise
 
     def _put(self, call: Call, device: torch.device, async_op: bool) -> tuple[StreamWork, bool]:
-        """As `_issue_in_turn`, after the comparison of the call."""
+        """Do the rest of `_issue_in_turn`, after the ranks have compared the call if necessary."""
         link = self._connections.link_of_all_ranks(call.signature, device)
         plan = self._plans.get(call.signature) or self._make_plan(call.signature)
         assert isinstance(plan, NcclPlan)
@@ -273,7 +276,7 @@ class NcclGroup(EngineGroup):
         """Put calls on a stream, to start after the events `after`. The caller must call `work.settle` afterwards.
 
         Raises:
-            FatalError: the calls could not be issued. The other ranks have issued them, so no later call would match.
+            FatalError: the calls could not be issued. Other ranks may have issued them, so later calls would not match.
         """
         captured = self._runtime.is_capturing()
         if not captured:  # captured calls run only when the program replays the graph
@@ -468,7 +471,7 @@ class NcclGroup(EngineGroup):
         return self._part(self._connector.part(members, f"{self.name}/{number}.{color}"), members, timeout_s, of_all_ranks)
 
     def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:
-        """All members call this. The group connects when it is first used."""
+        """Make a group of the ranks `members`, which all call this method. The new group connects at its first use."""
         self._check_usable(Signature("subset"))
         # The number distinguishes groups with the same name and members.
         asked = (name, tuple(members))
@@ -495,7 +498,7 @@ class NcclGroup(EngineGroup):
     # ---- agreement; see Note [Comparison over NCCL] ----
 
     def _compare_before(self, call: Call) -> None:
-        """Compare a call with the other ranks before it is issued. The CPU waits for the other ranks. Called in a turn.
+        """Compare a call with the other ranks before it is issued. The CPU waits for the other ranks.
 
         Raises:
             FatalError: the ranks call different collectives, or a rank did not come.
@@ -524,7 +527,7 @@ class NcclGroup(EngineGroup):
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
-        """As `ProcessGroup.agree_on_calls`. With `async_op`, return None at once, and let another thread compare the calls."""
+        """See `ProcessGroup.agree_on_calls`. If `async_op` is True, return None at once: another thread compares the calls."""
         # A closed group refuses this call. If the group has failed, the wait below or the next call raises the failure.
         if self._compares_later and self._closed:
             raise self._refusal(Signature("agree_on_calls"))
@@ -554,7 +557,7 @@ class NcclGroup(EngineGroup):
             raise error.reworded(f"the comparison of calls on {self.place()}: {error}")
 
     def _compare(self) -> PendingWork | FinishedWork:
-        """Start to compare the calls, on a separate thread of the group. Called in a turn of the group's queue."""
+        """Start to compare the calls, on a separate thread. The caller must have its turn in the group's queue."""
         if not self._compares_later:
             return FinishedWork([])
         work = PendingWork([], lambda: f"the comparison of calls on {self.place()}")
@@ -617,7 +620,7 @@ class NcclGroup(EngineGroup):
 
     @override
     def beside(self, host: ProcessGroup) -> NcclGroup:
-        """As `ProcessGroup.beside`. The new group connects at its first use."""
+        """See `ProcessGroup.beside`. The new group connects at its first use."""
         before = self._connector
         rendezvous = GroupRendezvous(host, owned=before.rendezvous.owns_group)
         connector = Connector(before.nccl, before.runtime, rendezvous, range(host.size), host.rank, self.name)
@@ -656,7 +659,8 @@ class NcclGroup(EngineGroup):
         """Let the GPU finish, then give the communicators back.
 
         Raises:
-            BaseException: the error that ended the group, if no call has raised it. Results since the failure are garbage.
+            BaseException: the error that ended the group, if no call has raised this error yet. Results since the failure are
+                garbage.
             TransportError: calls in flight do not finish, or NCCL keeps a communicator, for example because of a CUDA graph.
         """
         if self._closed:
@@ -686,7 +690,7 @@ class NcclGroup(EngineGroup):
 
     @override
     def _abort(self, failure: BaseException) -> None:
-        """End the group without a turn in the queue: the thread whose turn it is may be stuck in NCCL."""
+        """End the group without waiting for a turn in the queue: the thread that has the turn may be stuck in NCCL."""
         self._end_in_flight(failure)
         if self._owns_rendezvous:
             self._connector.rendezvous.abort()
@@ -697,7 +701,10 @@ class NcclGroup(EngineGroup):
 
     @contextmanager
     def _ending_the_group_if_fatal(self) -> Iterator[None]:
-        """A context. If its body raises a `FatalError`, the group ends. Hold no lock; see point 5 of Note [Order over NCCL]."""
+        """If the body of this context raises a `FatalError`, end the group.
+
+        The calling thread must hold no lock: see point 5 of Note [Order over NCCL].
+        """
         try:
             yield
         except FatalError as fatal:

@@ -104,7 +104,7 @@ class InFlight:
         return None if self._failure is None else TransportError("the group has failed meanwhile")
 
     def reason_not_to_come(self, call: str) -> TransportError | None:
-        """Return an error if the group has failed on this rank or on another rank, so that `call` cannot start; else None."""
+        """If the group has failed on this rank or on another rank, return an error, because `call` cannot start; else None."""
         return self.reason_to_give_up() or self._heard(call, time.monotonic())
 
     # ---- communicators and launches ----
@@ -119,7 +119,7 @@ class InFlight:
         self._abort(communicator, [])
 
     def watch(self, launch: Launch) -> None:
-        """Watch a launch. Call this method before the launch is issued, because NCCL may never return from the issue.
+        """Watch a launch. Call this method before the launch is issued, because the call of NCCL may never return.
 
         If the group has failed, the launch fails at once.
         """
@@ -135,7 +135,7 @@ class InFlight:
     def drain(self, timeout_s: float, *, also_transfers: bool = True) -> bool:
         """Wait until no launch is in flight. Return False after `timeout_s` seconds, or if the group fails.
 
-        Without `also_transfers`, do not wait for sends and receives.
+        If `also_transfers` is False, do not wait for sends and receives.
         """
         scope, pause_s = CancelScope(timeout_s), FIRST_LOOK_S
         while self._failure is None:
@@ -156,7 +156,7 @@ class InFlight:
     def stop(self) -> None:
         """Forget all launches and communicators. Afterwards the monitor does not ask NCCL about them.
 
-        If NCCL does not answer a question that the monitor has asked before, return after `_ANSWER_S` seconds.
+        If the monitor is asking NCCL now, wait for the answer, but at most `_ANSWER_S` seconds.
         """
         with self._changed:
             self._pending, self._communicators = {}, []

@@ -64,7 +64,8 @@ def _mismatch(cupy: Any, nccl: Any, cuda_major: int) -> str | None:
 def preload_nccl() -> None:
     """Load NCCL's library before CuPy looks for it. If there is none, do nothing.
 
-    The function tries the library that torch has loaded, then a library on the system's search path, then that from PyPI.
+    The function tries the library that torch has loaded, then a library on the system's search path, then the library from
+    PyPI.
     """
     for candidate in ("libnccl.so.2", *map(str, _from_pypi())):
         try:

@@ -59,7 +59,7 @@ class NcclPlan(Plan):
         unpack(self._signature.name, part, whole, writes, is_root=self._signature.root == self._comm.rank)
 
     def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:
-        """As `Plan.run`, but when this method returns, the call is only on the stream. The GPU may not have started it."""
+        """See `Plan.run`. When this method returns, the call is on the stream, but the GPU may not have started the call."""
         comm, signature, native = self._comm, self._signature, self._native
         part, block = flat(part), None if whole is None else flat(whole)
         match signature.name:
@@ -124,7 +124,10 @@ class NcclPlan(Plan):
             part.copy_(self._reduced_slice(block))
 
     def _reduced_by_all(self, part: torch.Tensor) -> torch.Tensor:
-        """Reduce the tensors of all ranks in rank order, on all ranks. For n bytes, each of p ranks sends 2 n (p-1)/p bytes."""
+        """Reduce the tensors of all ranks in rank order, on all ranks.
+
+        Cost for n bytes and p ranks: each rank sends 2 n (p-1)/p bytes.
+        """
         size = self._comm.size
         # Each rank reduces one slice, so all slices must have the same size.
         padded = part.new_zeros(-(-part.numel() // size) * size)
@@ -182,7 +185,7 @@ def _scaled(wire: torch.Tensor, native: NativeReduction) -> torch.Tensor:
 
 
 class PlannedCall(NamedTuple):
-    """A call with its plan and its tensors. The tensors stay here after the call has dropped them."""
+    """A call with its plan and its tensors. This object keeps the tensors even after the call has dropped them."""
 
     plan: NcclPlan
     call: Call

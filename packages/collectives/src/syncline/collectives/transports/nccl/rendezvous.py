@@ -174,7 +174,7 @@ class StoreRendezvous(Rendezvous):
 
 
 class GroupRendezvous(Rendezvous):
-    """Sends payloads as messages of a host group, such as an MPI group. Ranks in the job are the ranks in this host group.
+    """Sends payloads as messages of a host group, such as an MPI group. A rank's number in the job is its rank in this group.
 
     Args:
         group: the host group. This class uses only `send` and `recv`, which do not change the order of collectives.
@@ -272,7 +272,7 @@ def _tag(topic: str) -> ReservedTag:
 
 
 class RendezvousCarrier(Carrier):
-    """Exchanges the ranks' numbers and texts by `Connector.agree`.
+    """Exchanges numbers and texts between the ranks, by `Connector.agree`.
 
     Cost: each rank except the first sends one message to the first rank, and receives one message from it.
     """
@@ -282,7 +282,7 @@ class RendezvousCarrier(Carrier):
         self._numbers = itertools.count()
 
     def maximum(self, numbers: Sequence[int], scope: CancelScope) -> list[int]:
-        """As `Carrier.maximum`. If a rank does not come in time, raise a `TransportError`."""
+        """See `Carrier.maximum`. If a rank does not come in time, raise a `TransportError`."""
 
         def largest(said: list[Payload]) -> Payload:
             return {"numbers": [max(column) for column in zip(*(entry["numbers"] for entry in said), strict=True)]}
@@ -290,7 +290,7 @@ class RendezvousCarrier(Carrier):
         return list(self._agree(self._topic(), {"numbers": list(numbers)}, largest, scope)["numbers"])
 
     def statements(self, text: str, scope: CancelScope, *, most_told: int | None = MOST_TOLD) -> Statements:
-        """As `Carrier.statements`."""
+        """See `Carrier.statements`."""
 
         def together(said: list[Payload]) -> Payload:
             return {"packed": Statements.of([entry["text"] for entry in said]).packed(most_told)}

@@ -28,8 +28,8 @@ class Batch:
     Attributes:
         calls: the calls, until the group puts them on its stream.
         work: the work of all calls; None before the first call.
-        after: an event for each stream that was current at a call, by the stream's handle. The event was recorded at the last
-            call that was issued while the stream was current.
+        after: maps the handle of each stream that was current at a call to an event. The event was recorded at the last call
+            that was issued while this stream was current.
         is_issued: whether the group has begun to put the calls on its stream.
     """
 
@@ -41,7 +41,7 @@ class Batch:
         self._thread = threading.get_ident()
 
     def is_here(self) -> bool:
-        """Whether the calling thread has opened this batch."""
+        """Return whether the calling thread has opened this batch."""
         return self._thread == threading.get_ident()
 
 
@@ -58,7 +58,7 @@ class Failure:
         self.was_told = False
 
     def tell(self) -> BaseException:
-        """Return the error, and note that the program has seen the error."""
+        """Return the error, and remember that the program has seen the error."""
         self.was_told = True
         return self.error
 
@@ -81,10 +81,11 @@ class Launch:
     caller drops the work and the tensors. torch's `record_stream` would delay the reuse.
 
     Args:
-        work: the work of these calls, which fails if the launch fails. The launch holds only a weak reference to it.
+        work: the work of these calls. If the launch fails, the work fails, too. The launch holds only a weak reference to the
+            work.
 
     Attributes:
-        captured: whether the launch is part of a CUDA graph. If so, its event has no meaning outside the graph.
+        captured: whether the launch is part of a CUDA graph. If True, the launch's event has no meaning outside the graph.
     """
 
     __slots__ = ("_event", "_work", "calls", "captured", "describe", "scope")
@@ -98,11 +99,11 @@ class Launch:
         self._work = weakref.ref(work)
 
     def note_on_stream(self, event: Event, *, captured: bool) -> None:
-        """Note that the launch is on a stream, or part of a CUDA graph. The launch is over when `event` is over."""
+        """Remember that the launch is now on a stream, or part of a CUDA graph. The launch is over when `event` is over."""
         self._event, self.captured = event, captured
 
     def is_over(self) -> bool:
-        """Whether the GPU has finished the launch. True for a launch that is captured in a CUDA graph.
+        """Return whether the GPU has finished the launch. For a launch that is part of a CUDA graph, return True.
 
         Raises:
             TransportError: the GPU faulted.
@@ -122,7 +123,7 @@ class Launch:
 
     @property
     def is_transfer(self) -> bool:
-        """Whether the launch is a send or a receive. Only these calls have no number."""
+        """Whether the launch is a send or a receive. Only sends and receives have no call number."""
         return all(call.number is None for call in self.calls)
 
     def release(self) -> None:
@@ -152,7 +153,7 @@ class Launch:
 class StreamWork(Work):
     """The work of one call or of a batch. The time limit begins when the work is made, before its calls are issued.
 
-    See Note [Memory in flight] for which object holds the tensors, and how long.
+    Note [Memory in flight] says which object holds the tensors, and how long.
 
     Args:
         title: the call for error messages. For a batch, this is a call with the name "coalesced".
@@ -201,7 +202,7 @@ class StreamWork(Work):
         self._unordered.add(self._runtime.current_stream(self._device))
 
     def note_on_stream(self, stream: Stream, event: Event, *, captured: bool) -> None:
-        """Note that all calls are on a stream, or part of a CUDA graph. Afterwards call `settle`, without holding a lock."""
+        """Remember that all calls are now on a stream, or part of a CUDA graph. Next, call `settle`, without holding a lock."""
         self._stream, self._event = stream, event
         self.launch.note_on_stream(event, captured=captured)
         if captured:  # the recorder sees the calls as over, but the tensors are needed until `wait` has ordered the stream
@@ -210,7 +211,7 @@ class StreamWork(Work):
                 call.is_over(DONE)
 
     def fail(self, failure: Failure) -> None:
-        """Let the work fail, and wake all threads that wait for it. Only the first failure counts. Callbacks may run here."""
+        """Mark the work as failed, and wake threads that wait for it. Only the first failure counts. Callbacks may run here."""
         self._failure = self._failure or failure
         self.settle()
 
@@ -226,7 +227,7 @@ class StreamWork(Work):
     # ---- Work ----
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Make the current stream wait for the collective. With a timeout, or for a barrier, also block the calling thread."""
+        """Make the current stream wait for the collective. If there is a timeout, or for a barrier, also block the thread."""
         timeout_s = None if timeout is None else seconds(timeout)
         self._refuse_in_fork("wait")
         scope = self.launch.scope if timeout_s is None else CancelScope(timeout_s)
@@ -255,9 +256,9 @@ class StreamWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the collective has finished on the GPU, or has failed.
+        """Return whether the collective has finished on the GPU, or has failed.
 
-        During a capture into a graph: whether the collective has failed.
+        While the current stream is captured into a CUDA graph, return True only if the collective has failed.
         """
         if self._failure is not None:
             return True
@@ -275,7 +276,7 @@ class StreamWork(Work):
         return self._tensors
 
     def source_rank(self) -> int | None:
-        """Return the sender's rank, for a receive."""
+        """Return the sender's rank if this is the work of a receive; else None."""
         return self._source
 
     def get_future(self) -> TensorsFuture:
@@ -299,7 +300,7 @@ class StreamWork(Work):
         return asked
 
     def _due(self) -> TensorsFuture | None:
-        """Return the future, if the caller must complete it now. The caller holds `_changed`."""
+        """Return the future if the caller must complete it now; else None. The caller must hold `_changed`."""
         if self._future is None or self._future_is_taken or not self._is_settled:
             return None
         self._future_is_taken = True
@@ -359,5 +360,5 @@ class StreamWork(Work):
 
 
 def gpu_fault(what: str, error: BaseException) -> TransportError:
-    """Return a `TransportError` for the error that torch raises if the GPU faults. `what` names the call."""
+    """Return a `TransportError` for an error that torch has raised because the GPU faulted. `what` names the call."""
     return TransportError(f"the GPU reported, while the group waited for {what}: {error}")
