@@ -23,7 +23,7 @@ _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class CudaEvent(Event):
-    """An event on a stream, recorded after all operations that the stream holds now."""
+    """A CUDA event. The constructor records the event after all operations that are on the stream at that time."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
@@ -57,7 +57,7 @@ def _current_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class _Current:
-    """As `torch.cuda.stream`, but cheaper if the stream is on the current device."""
+    """A context manager like `torch.cuda.stream`, but faster if the stream is on the current device."""
 
     __slots__ = ("_before", "_stream", "_usual")
 
@@ -86,8 +86,8 @@ class _Current:
 class CudaStream(Stream):
     """A CUDA stream.
 
-    With `is_own`, CuPy makes the stream, and only the owner of this object uses it. Otherwise the stream comes from torch's
-    pool, and other code may use it, too.
+    If `is_own` is True, CuPy makes the stream, and only the owner of this object uses the stream. Otherwise the stream comes
+    from torch's pool, and other code may use the stream, too.
     """
 
     def __init__(self, device: torch.device, *, is_own: bool) -> None:
@@ -113,7 +113,10 @@ class CudaStream(Stream):
         return CudaEvent(self._stream)
 
     def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Event, *, captured: bool) -> None:
-        """Complete the future when `done` is over on the GPU: waiters and callbacks of the future wait for `done`."""
+        """Complete the future now. The streams of its waiters and callbacks wait for `done` on the GPU.
+
+        `captured`: whether the collective is part of a CUDA graph.
+        """
         assert isinstance(done, CudaEvent)
         # torch records an event on the current stream, and waiters and callbacks wait for this event. This object's stream may
         # already hold later collectives, so make a stream current that waits only for `done`. A capture requires that all its
@@ -126,12 +129,15 @@ class CudaStream(Stream):
             future.set_result(tensors)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """As `DeviceRuntime.keep`."""
+        """See `DeviceRuntime.keep`."""
         tensor.record_stream(self._stream)
 
 
 class CudaRuntime(DeviceRuntime):
-    """The CUDA devices of this process. Callers may drop pinned memory early: torch reuses the memory only after all copies."""
+    """The CUDA devices of this process.
+
+    A caller may drop pinned memory while a copy runs: torch reuses the memory only after the copy.
+    """
 
     device_type = "cuda"
 
@@ -211,10 +217,10 @@ class CudaRuntime(DeviceRuntime):
 
 
 class StreamPool:
-    """Lends each stream to one user, which may be any object. When Python frees the user, another user can get the stream.
+    """Lends each CUDA stream to one user (any object) at a time. When Python frees the user, another user can get the stream.
 
-    If two users shared a stream, a send could be queued behind a receive. If the peer answers only after this send, both ranks
-    wait for ever.
+    If two users shared a stream, a send could be queued behind a receive. If the other rank sends only after it has received
+    this send, both ranks would wait for ever.
     """
 
     def __init__(self, make: Callable[[torch.device], int]) -> None:

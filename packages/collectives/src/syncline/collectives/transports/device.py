@@ -1,4 +1,4 @@
-"""`DeviceTransport` moves the tensors of a GPU, with a transport for host memory."""
+"""`DeviceTransport` extends a transport for host memory, so that it also moves tensors in GPU memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class DeviceTransport(Transport):
 
     Args:
         host: the transport for tensors in host memory, and for calls without a tensor.
-        direct: the transport for tensors of the device. None: these tensors are copied, and `host` moves the copies.
+        direct: the transport for tensors of the device. If None, this object copies these tensors to host memory, and `host`
+            moves the copies.
     """
 
     def __init__(self, host: Transport, rank: int, device: DeviceRuntime, direct: Transport | None = None) -> None:
@@ -41,14 +42,14 @@ class DeviceTransport(Transport):
     @property
     @override
     def compares_every_call(self) -> bool:
-        """Whether the host transport compares every call.
+        """Whether the ranks' calls are compared before each call on host memory.
 
-        The transport `direct` always compares: see Note [Presync] in `mpi.transport`.
+        A `direct` transport always compares before a call: see Note [Presync] in `mpi.transport`.
         """
         return self._host.compares_every_call
 
     def describe(self) -> str:
-        """Return the host transport's description, and how tensors of the device travel."""
+        """Return the host transport's description, and in words whether device tensors are copied through the host."""
         way = "staged through the host" if self._direct is None else "directly"
         return f"{self._host.describe()}, {self._device.device_type} {way}"
 
@@ -142,9 +143,11 @@ class DeviceTransport(Transport):
 class StagedPlan(Plan):
     """Copies the inputs of a call to host memory, runs a plan of the host transport, and copies the results to the device.
 
-    Cost: one copy for each tensor that is read, and one for each tensor that is written.
+    Cost: one copy to the host for each tensor that the call reads, and one copy to the device for each tensor that the call
+    writes.
 
-    If the plan fails inside the context that `kept` makes, the host buffers stay alive for ever.
+    `kept` makes a context for the plan's run. If the run fails, this context keeps the host buffers alive for ever, because a
+    library may still write to them.
     """
 
     def __init__(self, plan: Plan, signature: Signature, rank: int, device: DeviceRuntime, kept: Keep) -> None:
@@ -165,7 +168,7 @@ class StagedPlan(Plan):
         return self._plan.algorithm
 
     def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:
-        """As `Plan.run`."""
+        """See `Plan.run`."""
         device = self._device
         part_there = device.to_host(part) if self._part_goes_in else device.empty_on_host(part)
         if whole is part or whole is None:  # if both are one tensor, use one tensor on the host, too
@@ -198,7 +201,7 @@ class StagedArrival(Request):
             self._deliver()
 
     def test(self) -> bool:
-        """Whether the message has arrived. If so, also copy it to the device."""
+        """Return whether the message has arrived. If it has, also copy the message to the device."""
         if not self._is_over and self._request.test():
             self._deliver()
         return self._is_over

@@ -101,7 +101,8 @@ class GlooTransport(LibraryTransport):
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
         """Call Gloo's all-reduce. For large float16 and bfloat16 tensors, call a reduce-scatter and an all-gather.
 
-        For these dtypes, Gloo's all-reduce would send 4 bytes for each element, and the two other collectives send 2 bytes.
+        For these dtypes, Gloo's all-reduce would send 4 bytes for each element. The reduce-scatter and the all-gather send 2
+        bytes.
         """
         if tensor.dtype not in HALVES or self._group.size == 1 or tensor.nbytes < _SCATTER_HALVES_FROM_BYTES:
             _wait(self._within(call).all_reduce(tensor, op, async_op=True), call.scope)
@@ -168,7 +169,7 @@ class GlooTransport(LibraryTransport):
         return _StorePost(dist.PrefixStore(f"status/{self._group.name}", self._store), self._group.rank, self._group.size)
 
     def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
-        """Make another Gloo group. The members meet in this group's store."""
+        """Make a Gloo group of some ranks of this group. These ranks meet in this group's store."""
         rank = list(members).index(self._group.rank)
         group = f"{name}/{crc32(repr(list(members)).encode()):x}"
         self._subsets[group] += 1
@@ -176,11 +177,11 @@ class GlooTransport(LibraryTransport):
         return connect(store, rank, len(members), name, scope, self.devices)
 
     def outlive(self, store: dist.Store) -> None:
-        """Replace the store in which subsets meet, after the ranks have connected."""
+        """Use `store` instead of the store in which the ranks have connected. Later, subsets of the ranks meet in `store`."""
         self._store = store
 
     def _within(self, call: Call) -> TorchGroup:
-        """Return the torch group. If Gloo's own time limit is shorter than that of the call, first raise Gloo's limit."""
+        """Return the torch group. If Gloo's own time limit is shorter than the call's, first set it to the call's limit."""
         # The call's time limit may be longer than the limit of the connection, for example after `set_timeout`. Set no endless
         # limit: after a failure, Gloo's thread would never drop the tensors. Never make the limit shorter: at its own limit,
         # Gloo breaks its connections. Then the other ranks get an error that says less than their own time-out.
@@ -219,7 +220,7 @@ class GlooTransport(LibraryTransport):
 
 
 class _StorePost(StatusPost):
-    """Keeps each rank's latest status line in the store, and the number of all lines, which shows whether a line is new."""
+    """Keeps the latest status line of each rank in the store. A counter in the store shows whether any line is new."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store
@@ -255,9 +256,9 @@ def connect(
 ) -> GlooTransport:
     """Connect with the other ranks. All ranks call this function with the same store, size and name.
 
-    `scope` is the time limit of the whole call. `devices` says where Gloo listens on this rank. By default, Gloo uses
-    `interfaces`, or an address that all ranks can reach. Without `liveness`, the ranks do not know each other yet, and first
-    meet in the store.
+    `scope` is the time limit of the whole call. `devices` says where Gloo listens on this rank. If `devices` is empty, Gloo
+    listens on the network interfaces `interfaces`. If `interfaces` is empty, too, Gloo listens at an address that all ranks can
+    reach. If `liveness` is None, the ranks first meet in the store, to learn each other's processes.
 
     Raises:
         CollectiveTimeout: not all ranks came in time, or Gloo did not connect the ranks in time.
@@ -382,7 +383,7 @@ class GlooBackend(Backend):
         return "this build of torch has no Gloo; install one of torch's standard wheels"
 
     def connect(self, request: ConnectRequest) -> HostGroup:
-        """Meet the other ranks in a store, then connect each rank with all other ranks over TCP."""
+        """Wait in a store until all ranks have come, then connect this rank with all other ranks over TCP."""
         lack = self.missing()
         if lack is not None:
             raise BackendUnavailableError(f"backend 'gloo': {lack}")

@@ -1,4 +1,4 @@
-"""Connect the ranks of a Gloo group again, after a rank was lost or a new rank came."""
+"""Connect the ranks of a Gloo group again, after the group has lost a rank or let a new rank in."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def admit_lack(request: ConnectRequest) -> str | None:
 
 @dataclass(frozen=True)
 class Job:
-    """The facts about a job for a newcomer, which is a process that starts later and joins the job.
+    """Facts about a job that a newcomer reads. A newcomer is a process that starts later and joins the job.
 
     Attributes:
         size: the number of ranks at the start.
@@ -68,7 +68,7 @@ class GlooReconnector(StoreReconnector):
 
     Args:
         store: the store, which must still exist.
-        connect: connects the members by Gloo. The arguments are `(generation, liveness, store, timeout_s)`. `connect` uses the
+        connect: connects the members by Gloo. Its arguments are `(generation, liveness, store, timeout_s)`. `connect` uses the
             store only during the call.
         lack: the reason why the members cannot meet again; None if they can.
         lack_for_newcomers: the reason why newcomers cannot join; None if they can.

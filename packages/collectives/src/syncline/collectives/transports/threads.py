@@ -27,7 +27,7 @@ from ..tensors.reduction import reduce_in_rank_order, reduce_into
 
 
 class _Receive:
-    """A receive that has begun. `message` is None before the message has come."""
+    """A receive that has begun. `message` is None until the message has come."""
 
     def __init__(self, src: int | None, tag: int) -> None:
         self._src = src
@@ -42,7 +42,7 @@ class SharedState:
     """The state that the ranks of a group share: rounds, messages and receives. The ranks are threads of one process.
 
     In a round, each rank calls `exchange` once, and gets the values of all ranks. A message goes to the oldest receive that
-    matches. Without such a receive, the message waits.
+    matches. If no receive matches, the message waits.
     """
 
     def __init__(self, size: int) -> None:
@@ -110,7 +110,7 @@ class SharedState:
     def child(self, name: str, members: tuple[int, ...], rank: int) -> SharedState:
         """Return the shared state of a subset of the ranks.
 
-        The first calls of all members return one object. The second calls return another object, and so on.
+        The first call of each member returns the same object. The second call of each member returns another object, and so on.
         """
         with self._condition:
             number = self._asked[name, members, rank]
@@ -170,7 +170,7 @@ class InProcessTransport(LibraryTransport):
         return f"in_process: {self._shared_state.size} rank(s) as threads"
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Let every rank reduce all tensors, in rank order."""
+        """Reduce the tensors of all ranks, in rank order. Every rank does this itself."""
         tensors = self._show(tensor, call)
         if self._size == 1:  # in place, because no other rank reads the tensor
             reduce_into(tensor, op, [tensor])
@@ -180,7 +180,7 @@ class InProcessTransport(LibraryTransport):
         tensor.copy_(result)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Call) -> None:
-        """Let the root reduce the tensors of all ranks, in rank order."""
+        """On the root, reduce the tensors of all ranks, in rank order."""
         tensors = self._show(tensor, call)
         result = reduce_in_rank_order(op, tensors) if self._rank == root else None
         self.barrier(call)
@@ -188,20 +188,20 @@ class InProcessTransport(LibraryTransport):
             tensor.copy_(result)
 
     def broadcast(self, tensor: torch.Tensor, root: int, call: Call) -> None:
-        """Let every rank copy the root's tensor."""
+        """Copy the root's tensor into this rank's tensor."""
         tensors = self._show(tensor, call)
         if self._rank != root:
             tensor.copy_(tensors[root])
         self.barrier(call)
 
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Call) -> None:
-        """Let every rank copy the tensors of all ranks."""
+        """Copy the tensors of all ranks into this rank's block."""
         result = torch.cat(self._show(tensor, call))
         self.barrier(call)
         block.copy_(result)
 
     def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
-        """Let the root copy the tensors of all ranks."""
+        """On the root, copy the tensors of all ranks into the root's block."""
         tensors = self._show(tensor, call)
         result = None if block is None else torch.cat(tensors)
         self.barrier(call)
@@ -209,13 +209,13 @@ class InProcessTransport(LibraryTransport):
             block.copy_(result)
 
     def scatter(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
-        """Let every rank copy its part of the root's block."""
+        """Copy this rank's part of the root's block into this rank's tensor."""
         part = self._show(block, call)[root].view(self._size, tensor.numel())[self._rank].clone()
         self.barrier(call)
         tensor.copy_(part)
 
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Let every rank reduce its part of all blocks, in rank order."""
+        """Reduce this rank's parts of the blocks of all ranks, in rank order."""
         blocks = self._show(block, call)
         result = reduce_in_rank_order(op, [entry.view(self._size, tensor.numel())[self._rank] for entry in blocks])
         self.barrier(call)
@@ -229,7 +229,7 @@ class InProcessTransport(LibraryTransport):
         input_counts: Sequence[int],
         call: Call,
     ) -> None:
-        """Let every rank copy its part of the tensors of all ranks."""
+        """From the tensor of every rank, copy the part for this rank."""
         shown = self._meet(call, (tensor.detach(), list(input_counts)))
         parts = [theirs.split(counts)[self._rank] for theirs, counts in shown]
         sent = [part.numel() for part in parts]
@@ -264,7 +264,7 @@ class InProcessTransport(LibraryTransport):
         """Do nothing, because there is nothing to release."""
 
     def abort(self) -> None:
-        """Wake the other threads, whose calls then fail."""
+        """Wake the other threads. Their calls then fail."""
         self._shared_state.abort()
 
     @property
@@ -330,10 +330,10 @@ class _Receiving(Request):
 
 
 class InProcessReconnector(StoreReconnector):
-    """Connects the ranks again after a rank was lost or a new rank came. The ranks are threads of one process.
+    """Connects the ranks again after the group has lost a rank or let a new rank in. The ranks are threads of one process.
 
     Args:
-        states: for the number of each generation, its shared state. All ranks share this dictionary.
+        states: maps the number of each generation (see `Generation`) to its shared state. All ranks share this dictionary.
     """
 
     def __init__(self, store: Store, generation: Generation, first_size: int, states: dict[int, SharedState]) -> None:
@@ -362,14 +362,14 @@ class InProcessGroup(ShrinkableGroup):
     _reconnector: InProcessReconnector
 
     def lose(self) -> None:
-        """Let this rank look like a killed process to the other ranks, for tests. This rank must issue no more calls."""
+        """Make this rank look like a killed process to the other ranks, for tests. This rank must issue no more calls."""
         self._reconnector.store.set(f"ended/{self._generation.me}", b"")
         self.abort()
 
     def newcomer(self) -> InProcessGroup:
         """Make a group of one rank for a new thread, for tests. Any thread may call this method.
 
-        The `admit` of the new group joins this group.
+        The new group then calls `admit` to join this group.
         """
         return InProcessGroup(InProcessTransport(SharedState(1), 0), self._reconnector.newcomer(), **self._options)
 

@@ -68,8 +68,9 @@ def collapse(mapping: mmap.mmap, start: int, stop: int, seconds: float) -> int:
 
     Args:
         mapping: the mapped memory.
-        start: the offset of the first byte in `mapping`. The byte's address must be a multiple of the size of a huge page.
-        stop: the offset of the end. An incomplete huge page at the end is not replaced.
+        start: the offset in `mapping` of the first byte. The address of this byte must be a multiple of the size of a huge
+            page.
+        stop: the offset in `mapping` of the end. If the last huge page would be incomplete, its small pages stay.
         seconds: the time limit. After this time, no more pages are replaced.
     """
     step = huge_page_bytes()
@@ -137,7 +138,10 @@ def move_pages(source: int, nbytes: int, target: int) -> None:
 
 
 def update(target: int, source: int, nbytes: int) -> None:
-    """Copy `nbytes` bytes if source and target differ. A comparison takes half the time of a copy, and allocates no pages."""
+    """Copy `nbytes` bytes, but only if source and target differ.
+
+    The comparison takes half the time of a copy, and allocates no pages.
+    """
     if _c().memcmp(target, source, nbytes):
         ctypes.memmove(target, source, nbytes)
 

@@ -42,7 +42,7 @@ class Segment(mmap.mmap, Inherited):
 
     If this rank's part holds tensors of the user (`holds_tensors`), the child must see these tensors as they were at the fork.
     The kernel has no copy-on-write for shared pages. So before each fork, the parent updates a copy of the part in private
-    memory. In the child, the pages of the copy replace the pages with zeros.
+    memory. In the child, the pages of this copy then replace the pages with zeros.
 
     Cost: before a fork, the parent compares the part with the copy, and copies the part if it has changed. The copy needs as
     much memory as the part. The parent and its forked children share this memory until a process writes to it.
@@ -97,7 +97,7 @@ class Segment(mmap.mmap, Inherited):
             move_pages(_address(self._copy), padded(self.part_bytes), self.address())
 
     def use_huge_pages(self) -> None:
-        """Use huge pages for this rank's part where possible, for at most about `HUGE_PAGES_SECONDS`."""
+        """Use huge pages for this rank's part where possible. Stop after about `HUGE_PAGES_SECONDS` seconds."""
         size = huge_page_bytes()
         if size:
             # Both ends are rounded up, so exactly one rank collapses each huge page.
