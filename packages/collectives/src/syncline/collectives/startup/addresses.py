@@ -1,10 +1,10 @@
 """Find the addresses at which the hosts of a job reach each other, by trying all addresses.
 
-A host's name does not help: it may resolve to 127.0.1.1, to nothing, or to an address that leads nowhere.
+A host's name is not enough: the name may resolve to 127.0.1.1, to nothing, or to an address that no other host can reach.
 
 So rank 0 opens a "door" at each of its addresses: a listening socket that sends a secret word to each peer. All other ranks try
-all doors. The address of rank 0 is that of the first door that every rank has reached. The address of any other rank is that of
-its own end of the connection to this door. (The word proves that rank 0 has answered, and not a proxy or another host.)
+all doors. Rank 0 gets the address of the first door that every rank has reached. Each other rank gets the address of its own
+end of the connection to this door. (The word proves that rank 0 has answered, and not a proxy or another host.)
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True)
 class OwnAddress:
-    """A numeric address of this host, and its interface."""
+    """A numeric address of this host, and the name of the address's network interface."""
 
     interface: str
     address: str
@@ -58,17 +58,17 @@ class OwnAddress:
 
 
 def chosen_interfaces(environ: Mapping[str, str], site: str | None = None) -> tuple[str, ...]:
-    """Return the names of the network interfaces that the user has chosen; empty without a choice. A pure function.
+    """Return the names of the network interfaces that the user has chosen, if any. A pure function.
 
     The variable GLOO_SOCKET_IFNAME in `environ` names the interfaces, separated by commas. If it is not set, `site` (the key
-    `interface` of the site file) names them.
+    `interface` of the site file) names the interfaces.
     """
     chosen = environ.get(INTERFACE_VARIABLE) or site or ""
     return tuple(name for name in chosen.replace(" ", "").split(",") if name)
 
 
 def loopback_domain() -> str:
-    """Return a text that is equal in two processes if they reach each other at the loopback address."""
+    """Return a text that two processes have in common if they reach each other at the loopback address."""
     host = host_identity()
     with suppress(OSError):
         return f"{host.hostname}/{host.boot_id}/{os.readlink('/proc/self/ns/net')}"
@@ -183,7 +183,7 @@ class Doors:
 
 @dataclass
 class Tried:
-    """The result when one rank has tried to connect to each door of rank 0. A door is a listening socket: see `Doors`.
+    """The doors of rank 0 that one rank has reached, and has not reached. A door is a listening socket: see `Doors`.
 
     Attributes:
         own: for each door that the rank has reached, the address of the rank's own end of the connection. The key is the
@@ -196,12 +196,12 @@ class Tried:
     failed: dict[int, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values for JSON. `parse` reads these values."""
+        """Return this object as values that JSON can hold. `parse` reads these values."""
         return {"host": self.host, "own": list(self.own.items()), "failed": list(self.failed.items())}
 
     @classmethod
     def parse(cls, said: Mapping[str, Any]) -> Tried:
-        """Read the values that `as_json` returned."""
+        """Make an object from the values that `as_json` returned."""
         return cls(said["host"], dict(said["own"]), dict(said["failed"]))
 
 
@@ -283,7 +283,7 @@ class _SocketAddress(ctypes.Structure):
 
 
 class _InterfaceAddress(ctypes.Structure):
-    """One entry of the list that getifaddrs(3) returns."""
+    """One entry of the list that the C function getifaddrs returns."""
 
 
 _InterfaceAddress._fields_ = (
@@ -295,7 +295,7 @@ _InterfaceAddress._fields_ = (
 
 
 def _all_addresses() -> list[OwnAddress]:
-    """The addresses of all interfaces that are up, IPv4 first, without link-local IPv6 addresses."""
+    """Return the addresses of all interfaces that are up, IPv4 first, without link-local IPv6 addresses."""
     library = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_InterfaceAddress)()
     if library.getifaddrs(ctypes.byref(first)) != 0:

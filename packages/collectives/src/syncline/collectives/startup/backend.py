@@ -91,7 +91,7 @@ class ConnectRequest:
 
 
 def apply_to_process(settings: Settings) -> None:
-    """Apply the settings for the whole process: the folder for reports, and the frames that tracebacks show."""
+    """Apply two settings that hold for the whole process: the folder for reports, and which stack frames tracebacks show."""
     show_all_frames(settings.full_tracebacks)
     set_report_folder(settings.report_dir)
 
@@ -115,7 +115,7 @@ class Backend(ABC):
 
     @abstractmethod
     def missing(self) -> str | None:
-        """Return None if this backend can work in this process. Otherwise return a text: why not, and what to do."""
+        """Return None if this backend can work in this process. Otherwise return a text that says why, and what to do."""
 
     @abstractmethod
     def connect(self, request: ConnectRequest) -> ProcessGroup:

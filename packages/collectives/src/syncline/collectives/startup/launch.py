@@ -54,7 +54,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class _LauncherEnv:
-    """The names of the environment variables that one launcher sets. None: the launcher sets no such variable.
+    """The names of the environment variables that one launcher sets. A field is None if the launcher sets no such variable.
 
     The launcher is recognised if the variables named in `rank`, `world_size` and `also` are set.
     """
@@ -125,11 +125,12 @@ _OF_A_MANAGER = (_FLUX, _PALS, _JSM, _SLURM, _PMIX)
 def detect_launch(environ: Mapping[str, str], *, is_given: bool = False) -> Launch | None:
     """Read the launcher's variables from the environment. Return None if no launcher started this process. A pure function.
 
-    See Note [Order of launchers]. If `is_given` (the caller has passed rank and world size), incomplete variables are no error.
+    See Note [Order of launchers]. If `is_given` is True, the caller has passed rank and world size, and incomplete variables
+    are no error.
 
     Raises:
-        LaunchError: a variable is not a number, or the rank is not below the world size. Or two launchers describe this process
-            and differ. Or a variable says that there are several processes, and other variables are missing.
+        LaunchError: a variable is not a number, or the rank is not below the world size. Or the variables of two launchers
+            contradict each other. Or a variable says that there are several processes, and other variables are missing.
     """
     # A run id of `syncline run` is not torchrun's: see point 1 of the note.
     if _is_set(_TORCHRUN, environ) and not is_own_run_id(environ["TORCHELASTIC_RUN_ID"]):
@@ -154,7 +155,7 @@ def detect_launch(environ: Mapping[str, str], *, is_given: bool = False) -> Laun
 
 
 def is_own_run_id(run_id: str) -> bool:
-    """Whether `syncline run` has made this value of TORCHELASTIC_RUN_ID, and not torchrun. A pure function."""
+    """Return whether `syncline run`, and not torchrun, has made this value of TORCHELASTIC_RUN_ID. A pure function."""
     return _OWN_RUN_ID.fullmatch(run_id) is not None
 
 
@@ -215,10 +216,11 @@ def take_launch(environ: MutableMapping[str, str], *, is_given: bool = False) ->
     """Call `detect_launch`. If it finds a launcher, mark in `environ` that this process is the rank that the launcher started.
 
     A child process inherits the mark (the variable SYNCLINE_PLACE), so the child knows that it is not the rank. See Note [The
-    place of a process]. If `is_given` (the caller has passed rank and world size), a child of a rank gets None and no error.
+    place of a process]. If `is_given` is True, the caller has passed rank and world size. Then this function returns None in a
+    child of a rank, and raises no error.
 
     Raises:
-        LaunchError: this process is a child of a rank, or `detect_launch` raises the error.
+        LaunchError: this process is a child of a rank, or `detect_launch` has raised this error.
     """
     launch = detect_launch(environ, is_given=is_given)
     if launch is None:
@@ -249,7 +251,7 @@ def launch_by(communicator: Any) -> Launch:
 
 
 def parent_rank(environ: Mapping[str, str]) -> int | None:
-    """If this process is a child of a rank, return the rank's process id, otherwise None."""
+    """If this process is a child of a rank, return the rank's process id; else None."""
     pid, _, place = environ.get(PLACE_VARIABLE, "").partition(" ")
     # No process has taken a place, this process itself has taken the place, or the launcher's variables describe another place.
     if not pid.isdecimal() or int(pid) == os.getpid() or place.split()[:1] != _place(0, environ).split()[1:2]:
@@ -260,7 +262,7 @@ def parent_rank(environ: Mapping[str, str]) -> int | None:
 
 
 def child_of_rank(rank: int | None, parent: int) -> str:
-    """Return the error message if a child process of a rank starts a group. A pure function."""
+    """Return the error message for a process that starts a group, although it is a child of a rank. A pure function."""
     which = "a rank" if rank is None else f"rank {rank}"
     return (
         f"this process is a child of {which} (pid {parent}), and is not itself a rank of the job: do not start a group in it, "
@@ -282,7 +284,7 @@ def _place(pid: int, environ: Mapping[str, str]) -> str:
 
 
 def _socket_number(environ: Mapping[str, str]) -> str:
-    """The inode of the socket behind PMI_FD, which connects a rank of MPICH to its mpiexec."""
+    """Return the inode of the socket that the variable PMI_FD names. This socket connects a rank of MPICH to its mpiexec."""
     try:
         status = os.fstat(int(environ.get("PMI_FD", "")))
     except (ValueError, OSError):
@@ -313,12 +315,12 @@ def process_manager(environ: Mapping[str, str]) -> str | None:
 
 
 def tolerates_faults(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether Open MPI's mpirun goes on when a rank is lost (`--with-ft ulfm`)."""
+    """Return whether Open MPI's mpirun keeps the job running when a rank is lost (`--with-ft ulfm`)."""
     return environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true", "yes")
 
 
 def check_init_method(init_method: str | None) -> str | None:
-    """Return the scheme of an `init_method`, such as "tcp" of "tcp://host:1234". None gives None. A pure function.
+    """Return the scheme of an `init_method`, such as "tcp" of "tcp://host:1234". For None, return None. A pure function.
 
     Raises:
         InvalidArgumentError: the scheme is not among `INIT_METHODS`; the message lists them.
@@ -386,6 +388,6 @@ def _number(variable: str, environ: Mapping[str, str]) -> int:
 
 
 def _number_if_plain(variable: str, environ: Mapping[str, str]) -> int | None:
-    """Return the variable's number. None if the variable is not set, or has another text, such as Slurm's "4(x2),3"."""
+    """Return the number in the variable; None if it is not set, or has another text, such as Slurm's "4(x2),3"."""
     text = environ.get(variable, "")
     return int(text) if text.isdecimal() else None

@@ -1,4 +1,4 @@
-"""Let the ranks of a group wait for each other in a store, and exchange their process identities and addresses."""
+"""The ranks of a group wait for each other in a store, and exchange their process identities and addresses."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _disagree(problem: str, store: Store, rank: int, size: int) -> NoReturn:
 
 
 def _let_all_read(store: Store, rank: int, size: int) -> None:
-    """On rank 0, wait until all ranks have read the error, at most `_READ_S` seconds."""
+    """On rank 0, wait until all ranks have read the error, but at most `_READ_S` seconds."""
     with suppress(StoreError):  # some ranks did not read in time, or rank 0 and its store have ended
         store.set(f"read/{rank}", "")
         if rank == 0:
@@ -125,7 +125,10 @@ def _let_all_read(store: Store, rank: int, size: int) -> None:
 
 
 def _absent(store: Store, ranks: Sequence[int]) -> list[int]:
-    """Return those of `ranks` that have not come. Cost if m of n ranks are missing: about 2 m (1 + log2(n / m)) requests."""
+    """Return which of `ranks` have not come to the store.
+
+    Cost if m of n ranks are missing: about 2 m (1 + log2(n / m)) requests.
+    """
     # One request asks for all ranks. Only if some are missing, ask for each half.
     if store.check([_key(rank) for rank in ranks]):
         return []
@@ -247,7 +250,7 @@ def address_by_group(group: ProcessGroup, interfaces: Sequence[str], timeout_s: 
 
 
 def _on_all(attempt: Callable[[], T], group: ProcessGroup) -> T:
-    """Call `attempt` on all ranks (a collective). If it raises a `LaunchError` on any rank, all ranks raise a `LaunchError`."""
+    """Call `attempt`. If any rank gets a `LaunchError`, all ranks raise a `LaunchError`. All ranks call this function."""
     found, problem = None, None
     try:
         found = attempt()

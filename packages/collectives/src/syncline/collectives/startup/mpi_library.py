@@ -38,7 +38,7 @@ _NO_LIBRARY = (
 
 
 def missing_library() -> str | None:
-    """Load mpi4py's MPI library without starting MPI. Return None, or a text that says why this is impossible."""
+    """Load mpi4py's MPI library without starting MPI. Return None, or a text that says why the library cannot be loaded."""
     return _NO_MPI4PY if find_spec("mpi4py") is None else _library_problem()
 
 
@@ -53,7 +53,7 @@ def _library_problem() -> str | None:
 
 @functools.cache
 def conflict_with_launcher() -> str | None:
-    """Return a text that says why the launcher cannot start mpi4py's MPI library. None if it can, or if MPI runs already."""
+    """Return a text that says why the launcher cannot start mpi4py's MPI library; None if it can, or if MPI has started."""
     from mpi4py import MPI
 
     if MPI.Is_initialized():
@@ -83,7 +83,7 @@ def _load() -> None:
 
 
 def start_mpi(timeout_s: float) -> None:
-    """Start MPI if MPI does not run yet. Code that uses mpi4py directly, and not through a `ProcessGroup`, calls this.
+    """Start MPI if MPI does not run yet. Call this function before you use mpi4py directly, and not through a `ProcessGroup`.
 
     This function does not check whether MPI fits the launcher; see `conflict_with_launcher`.
     """
@@ -129,7 +129,7 @@ def start(connecting: Connecting) -> None:
 
 @contextmanager
 def _sighup_kept() -> Iterator[None]:
-    """At the end, restore the handler of SIGHUP: UCX, which many MPI libraries use, replaces this handler for debugging."""
+    """A context: at its end, restore the handler of SIGHUP. UCX, which many MPI libraries use, replaces this handler."""
     yield
     # Only the main thread can set handlers. If the user has named a signal for UCX, keep the handler of UCX.
     if threading.current_thread() is threading.main_thread() and "UCX_DEBUG_SIGNO" not in os.environ:
@@ -200,7 +200,7 @@ def launcher_conflict(environ: Mapping[str, str], vendor: str, version: tuple[in
 
 
 def is_from_pypi(vendor: str) -> bool:
-    """Whether pip installed the MPI library that this process has loaded."""
+    """Return whether pip installed the MPI library that this process has loaded."""
     from importlib.metadata import PackageNotFoundError, distribution  # here, because this import is slow
 
     try:
@@ -215,7 +215,7 @@ def is_from_pypi(vendor: str) -> bool:
 
 
 def other_mpi(launcher: str, told: int, library: str, found: int) -> str:
-    """Return the error message if the launcher and the library see different numbers of processes. A pure function."""
+    """Return the error message for a launcher and a library that see different numbers of processes. A pure function."""
     unset = "-u SLURM_STEP_ID" if launcher == "Slurm" else "-u PMI_SIZE -u OMPI_COMM_WORLD_SIZE"
     lines = [
         f"{launcher} started {told} rank(s), but {library} sees {found}: launcher and library belong to different MPIs, or "

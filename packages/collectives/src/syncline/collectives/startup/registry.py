@@ -81,7 +81,7 @@ def _only_entry_point(name: str) -> EntryPoint:
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """A backend's name, and the reason why it was chosen, in words."""
+    """The name of a backend, and a text that says why this backend was chosen."""
 
     name: str
     reason: str
@@ -97,7 +97,7 @@ def choose_backend(
     rendezvous_given: bool = False,
     settings: Settings | None = None,
 ) -> BackendChoice:
-    """Choose a backend. The argument comes first, then the environment variable SYNCLINE_BACKEND, then the site file.
+    """Choose a backend. The value of `argument` comes first, then the variable SYNCLINE_BACKEND, then the site file.
 
     The `init_method` mpi:// has the same effect as the argument "mpi". If nothing names a backend, the choice is automatic:
 
@@ -162,7 +162,7 @@ class PerDeviceBackend(Backend):
         self._backends = dict(backends)
 
     def missing(self) -> str | None:
-        """Return the problem of the first backend that has one; else None."""
+        """Return the error text of the first backend that cannot work in this process. If all can work, return None."""
         lacks = (backend.missing() for backend in self._backends.values())
         return next((lack for lack in lacks if lack is not None), None)
 
@@ -188,7 +188,7 @@ class PerDeviceBackend(Backend):
 
 
 def devices_and_backends(specification: str) -> dict[str, str]:
-    """Parse "cpu:mpi,cuda:nccl" to {"cpu": "mpi", "cuda": "nccl"}.
+    """Parse a text: "cpu:mpi,cuda:nccl" gives {"cpu": "mpi", "cuda": "nccl"}.
 
     Raises:
         InvalidArgumentError: the text has another form, or names a device twice.

@@ -72,7 +72,7 @@ def keys_of_connection(store: dist.Store, backend: str, rank: int | None) -> dis
 
 
 def as_torch_store(store: Store | dist.Store) -> dist.Store:
-    """Return a store of torch for the user's store."""
+    """Return the user's store as a store of torch."""
     return AsTorchStore(store) if isinstance(store, Store) else store
 
 
@@ -208,7 +208,7 @@ def store_of_running_job(init_method: str, timeout_s: float) -> dist.Store:
 
 
 def _left_at_exit(store: FileStore) -> dist.Store:
-    """Return the store for torch. The last process of the run removes the run's folder at its exit."""
+    """Return `store` as a store of torch. When the last process of the run exits, it removes the run's folder."""
     # At exit and not earlier, because the ranks of a new subgroup may meet in this folder until then.
     pid = os.getpid()
     _close_at_exit.append(lambda: leave_run(store) if os.getpid() == pid else None)  # a forked child has not joined the run
@@ -216,7 +216,7 @@ def _left_at_exit(store: FileStore) -> dist.Store:
 
 
 def loopback_host(init_method: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the host of a URL if it is a loopback address; else None."""
+    """Return the host in a URL if this host is a loopback address; else None."""
     scheme = check_init_method(init_method)
     if scheme == "tcp":
         host = parse_address(init_method).host

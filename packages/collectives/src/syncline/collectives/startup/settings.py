@@ -111,7 +111,7 @@ class Settings:
         return AlgorithmThresholds(**{entry.name: getattr(self, entry.name) for entry in fields(AlgorithmThresholds)})
 
     def spin_s_overridden(self, environ: Mapping[str, str] = os.environ) -> float:
-        """Return the value of the environment variable `SYNCLINE_SPIN_S`, or `spin_s` if the variable is not set.
+        """Return the value of the environment variable `SYNCLINE_SPIN_S`. If it is not set, return the field `spin_s`.
 
         Raises:
             InvalidArgumentError: the variable is not a number of seconds.

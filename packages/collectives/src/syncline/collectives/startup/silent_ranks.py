@@ -1,12 +1,12 @@
-"""After a time-out, the silent ranks of a node write their reports before the job ends.
+"""After a time-out, the silent ranks of a node (ranks that did not come) write their reports before the job ends.
 
 A rank that times out in a collective does not know why: the cause is in the rank that did not come. That rank may notice
 nothing, and the launcher or MPI ends that rank as soon as the first rank has ended. So there are two steps:
 
 1. A rank may end with an uncaught `CollectiveTimeout`, or with an error that follows from a `CollectiveTimeout`. Such a rank
    leaves a note in the folder that the processes of one user on a node share. Then the rank waits before it ends
-   (`let_silent_ranks_report`). A rank that fails because the first rank has closed its connections waits as long as the first
-   rank.
+   (`let_silent_ranks_report`). If a rank fails only because the first rank has closed its connections, the rank waits as long
+   as the first rank.
 2. The monitor of each rank looks for the note every second. When the monitor finds the note, the rank writes its report, with
    the stacks of its threads (`NoteWatch`). A rank that has just reported a failure of its own does not report again.
 
@@ -40,7 +40,7 @@ _OLD_S = 3600.0
 
 
 class NoteWatch:
-    """Writes this rank's report when another rank of the node has timed out. The monitor calls `look`.
+    """Writes this rank's report when another rank of the node has timed out. The monitor thread calls `look`.
 
     Args:
         reporter: writes the report.
@@ -56,7 +56,7 @@ class NoteWatch:
         self._note = note
 
     def look(self, _: float) -> None:
-        """If the note is there, write the report once, unless this rank has just reported a failure of its own."""
+        """If the note exists, write this rank's report once. If this rank has just reported its own failure, write nothing."""
         # Look at `is_idle` last: this rank sets it before it leaves a note of its own.
         if self._note.exists() and not self.is_idle:
             self.is_idle = True
@@ -108,14 +108,14 @@ def let_silent_ranks_report(error: BaseException, *, failed_first: bool = True) 
 
 
 def _wait_for_other(note: Path) -> None:
-    """Wait until another rank has left its note and removed it again. Without a note, wait `_NOTE_S` seconds."""
+    """Wait until another rank has made its note and removed the note again. If no note appears, wait `_NOTE_S` seconds."""
     began_s = time.monotonic()
     while (waited_s := time.monotonic() - began_s) < _NOTE_S + _WAIT_S and (note.exists() or waited_s < _NOTE_S):
         time.sleep(0.05)
 
 
 def _comes_from(error: BaseException, kind: type[SynclineError]) -> bool:
-    """Whether an error, or one of the errors that it follows from, is of this kind."""
+    """Return whether an error is of this kind, or follows from an error of this kind."""
     earlier: BaseException | None = error
     for _ in range(20):  # causes may form a cycle
         # If Ctrl-C came while the program handled such an error, Ctrl-C is the reason.
@@ -130,7 +130,7 @@ def _comes_from(error: BaseException, kind: type[SynclineError]) -> bool:
 
 
 def _note() -> Path | None:
-    """Return the path of the note; None if this process is no rank of a job, or if the ranks of this node share no folder."""
+    """Return the path of the note; None if this process is not a rank, or if the ranks of this node share no folder."""
     run = current_run()
     if run is None:
         return None

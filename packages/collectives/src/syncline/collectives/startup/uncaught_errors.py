@@ -6,8 +6,8 @@ One failure makes many ranks fail, but only one rank of a node speaks: it prints
 speaks, and notes this in a small file. The processes of one user on a node share this file. The other ranks print one line that
 points to the first rank.
 
-The first rank that fails is usually the cause. But a rank that has only lost a connection knows less than other ranks. So this
-rank first waits up to `_VAGUE_S` seconds for another rank to speak.
+The first rank that fails is usually the cause. But a rank that has only lost a connection knows less than other ranks. So such
+a rank first waits up to `_VAGUE_S` seconds for another rank to speak.
 
 A rank tries to lock the file for `_LOCK_S` seconds. A rank that cannot use the file speaks.
 """
@@ -75,13 +75,16 @@ def show_all_frames(are_shown: bool) -> None:
 
 
 def handle_uncaught_elsewhere() -> None:
-    """Set no excepthook in this process from now on. `syncline run` calls this, because it handles exceptions itself."""
+    """Tell Syncline that this process handles uncaught exceptions itself. Afterwards, Syncline sets no excepthook.
+
+    `syncline run` calls this function.
+    """
     global _is_handled
     _is_handled = True
 
 
 def are_handled_elsewhere() -> bool:
-    """Whether `syncline run` handles uncaught exceptions."""
+    """Return whether this process handles uncaught exceptions itself, as `syncline run` does."""
     return _is_handled
 
 
@@ -90,8 +93,8 @@ def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool, 
 
     Before the ranks are connected, they do not know which other processes belong to their run. Ranks with the same parent
     process may all end with `failure` and the same text. Then the first rank prints the text in full, and each other rank
-    prints one line. `failure` is the exception that `init_process_group` raises. The hook calls `is_connected`. `has_siblings`
-    says whether a launcher started this process.
+    prints one line. `failure` is the exception that `init_process_group` raises. The hook calls `is_connected` to learn whether
+    the ranks are connected. `has_siblings` says whether a launcher started this process.
     """
     # The program may catch this exception, go on, and end with another exception. So mark this exception. A mark does not keep
     # the frames of the traceback alive, but a reference to the exception would.
@@ -103,7 +106,7 @@ def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool, 
 
 
 def print_failures_of_the_run(*, has_siblings: bool) -> None:
-    """Set an excepthook as in Note [Who speaks], if the program has not set one. Call this when the ranks are connected."""
+    """If the program has set no excepthook, set one as in Note [Who speaks]. Call this when the ranks are connected."""
     # A hook that the user or an MPI group has set stays.
     if sys.excepthook is sys.__excepthook__:
         print_failure_once(lambda: True, has_siblings=has_siblings)
@@ -163,7 +166,7 @@ def last_words(who: str, did: str, error: BaseException, trace: TracebackType | 
 
 
 def _who_spoke(run: Run, error: BaseException) -> str | None:
-    """Return, in words, the rank of this node that has already printed its error. None: this rank must print its error."""
+    """Return, in words, which rank of this node has printed its error. Return None if this rank must print its error."""
     name, mine, began_s = f"failed-{run.name}", f"rank {run.rank}", run_began_s()
     end_s = time.monotonic() + _VAGUE_S
     while _is_vague(error) and time.monotonic() < end_s:
@@ -175,7 +178,7 @@ def _who_spoke(run: Run, error: BaseException) -> str | None:
 
 
 def _is_vague(error: BaseException) -> bool:
-    """Whether another rank may know more, because this rank has only seen that the transport failed."""
+    """Return whether another rank may know more, because this rank has only seen that the transport failed."""
     told = (RankLostError, RankGivenUpError, CollectiveTimeout, StoreError)
     return isinstance(error, TransportError) and not isinstance(error, told)
 
@@ -224,9 +227,8 @@ def say(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
 def in_text(error: BaseException, trace: TracebackType | None) -> str:
     """Return the text that Python prints for an exception, but without stack frames inside Syncline and torch.
 
-    The text also lacks the causes of a `SynclineError`. If SYNCLINE_FULL_TRACEBACKS or the setting `full_tracebacks` asks for
-    it, the text has all frames and causes. The text also has them if logging is at DEBUG, or if the exception may be a bug of
-    Syncline.
+    The text also lacks the causes of a `SynclineError`. The text has all frames and causes if SYNCLINE_FULL_TRACEBACKS or the
+    setting `full_tracebacks` asks for them, if logging is at DEBUG, or if the exception may be a bug of Syncline.
     """
     said = os.environ.get(TRACEBACKS_VARIABLE, "")
     shows_all = (said != "0" if said else _shows_all_frames) or logger.isEnabledFor(logging.DEBUG) or _is_bug(error, trace)
@@ -249,7 +251,7 @@ def in_text(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def _without_our_frames(text: str) -> str:
-    """Leave out the lines of Syncline, torch and Python's library in a stack that torch has put behind an error's text."""
+    """From a stack that torch has added to an error's text, leave out the lines of Syncline, torch and Python's library."""
     text, _, stack = text.partition(_STACK_IN_TEXT)
     stdlib, installed = _library_folders()
     kept = [
@@ -261,7 +263,7 @@ def _without_our_frames(text: str) -> str:
 
 
 def _shorten(told: traceback.TracebackException, error: BaseException) -> bool:
-    """Leave out frames and causes. Return whether frames of an error that is no `SynclineError` were left out.
+    """Leave out frames and causes of an exception. Return whether frames of an error that is no `SynclineError` are gone.
 
     The text of a `SynclineError` contains its causes, so the causes are left out. Earlier errors of the user's code are kept.
     """
@@ -284,7 +286,10 @@ def _shorten(told: traceback.TracebackException, error: BaseException) -> bool:
 
 
 def _reached_user(error: BaseException) -> bool:
-    """Whether the user's code has caught the error (the traceback begins in this code), or has a frame in the traceback."""
+    """Return whether the user's code has caught the error, or has a frame in the error's traceback.
+
+    If the user's code has caught the error, the traceback begins in this code.
+    """
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     stdlib, installed = _library_folders()
     return bool(files) and (
@@ -319,7 +324,7 @@ def _torch_folders() -> list[str]:
 
 
 def _library_folders() -> tuple[list[str], list[str]]:
-    """Return the folders of Python's own library, and those of installed packages, which may be inside the first."""
+    """Return the folders of Python's own library, and the folders of installed packages, which may be inside the former."""
     stdlib, installed = (
         [sysconfig.get_path(name) + os.sep for name in names] for names in (("stdlib", "platstdlib"), ("purelib", "platlib"))
     )
@@ -335,11 +340,13 @@ def _between() -> tuple[str, ...]:
 
 
 def is_first(name: str, began_s: float, folder: Path | None = None) -> bool:
-    """Whether no other process of this user has printed under the key `name` since the run began. True if this is not known.
+    """Return whether no other process of this user has printed under the key `name` since the run began.
 
-    If so, this process counts as the one that has printed. Entries of other processes count for `FRESH_S` seconds. `name` is a
-    key for the text that this process would print, different for each parent process. `began_s` is from `run_began_s`. `folder`
-    is the folder of the file with the keys, by default that of `private_folder`.
+    If this function cannot read the file with the keys, it returns True.
+
+    After True, this process counts as the one that has printed. Entries of other processes count for `FRESH_S` seconds. `name`
+    is a key for the text that this process would print, different for each parent process. `began_s` is from `run_began_s`.
+    `folder` is the folder of the file with the keys, by default the folder that `private_folder` returns.
     """
     return spoke_before(name, began_s, "", folder) is None
 

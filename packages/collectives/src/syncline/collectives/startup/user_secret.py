@@ -17,7 +17,7 @@ from ..errors import LaunchError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is a loopback address, which other machines cannot reach."""
+    """Return whether a host's name or address is a loopback address, which other machines cannot reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
