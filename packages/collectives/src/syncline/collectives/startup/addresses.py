@@ -77,7 +77,7 @@ def loopback_domain() -> str:
 
 
 def own_addresses(interfaces: Sequence[str] = ()) -> list[OwnAddress]:
-    """Return the addresses at which other hosts may reach this host, IPv4 first.
+    """Return the addresses at which other hosts may reach this host. IPv4 addresses come first.
 
     If `interfaces` is not empty, return all their addresses in the order of `interfaces`, including loopback addresses.
 
@@ -183,7 +183,7 @@ class Doors:
 
 @dataclass
 class Tried:
-    """The doors of rank 0 that one rank has reached, and has not reached. A door is a listening socket: see `Doors`.
+    """Which doors of rank 0 one rank has reached. A door is a listening socket: see `Doors`.
 
     Attributes:
         own: for each door that the rank has reached, the address of the rank's own end of the connection. The key is the
@@ -295,7 +295,7 @@ _InterfaceAddress._fields_ = (
 
 
 def _all_addresses() -> list[OwnAddress]:
-    """Return the addresses of all interfaces that are up, IPv4 first, without link-local IPv6 addresses."""
+    """Return the addresses of all interfaces that are up, without link-local IPv6 addresses. IPv4 addresses come first."""
     library = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_InterfaceAddress)()
     if library.getifaddrs(ctypes.byref(first)) != 0:

@@ -115,7 +115,7 @@ class Backend(ABC):
 
     @abstractmethod
     def missing(self) -> str | None:
-        """Return None if this backend can work in this process. Otherwise return a text that says why, and what to do."""
+        """Return None if this backend can work in this process. Otherwise return a text: why it cannot, and what to do."""
 
     @abstractmethod
     def connect(self, request: ConnectRequest) -> ProcessGroup:

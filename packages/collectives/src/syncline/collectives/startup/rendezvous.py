@@ -172,7 +172,7 @@ def store_at(
         from the variable SYNCLINE_SECRET. On the loopback address, neither is needed: the ranks share the secret of their
         user; see `user_secret`.
     ``env://``
-        Under torchrun, the store of torchrun's agent. Without torchrun, the same as ``tcp://$MASTER_ADDR:$MASTER_PORT``.
+        Under torchrun, ranks use the store of torchrun's agent. Otherwise, the URL means ``tcp://$MASTER_ADDR:$MASTER_PORT``.
 
     Raises:
         InvalidArgumentError: the URL has none of these forms.
@@ -343,7 +343,7 @@ _clients: dict[tuple[str, int, str, float], AsTorchStore] = {}
 
 
 def _client(host: str, port: int, secret: str, timeout_s: float) -> dist.Store:
-    """Return a client that lives until this process exits. The same arguments give the same client, to save descriptors."""
+    """Return a store's client, which lives until this process exits. The same arguments give the same client."""
     place = (host, port, secret, timeout_s)
     known = _clients.get(place)
     if known is not None:

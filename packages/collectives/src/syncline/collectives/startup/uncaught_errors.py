@@ -207,8 +207,9 @@ def flush_output() -> None:
             stream.flush()
 
 
-def say(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
-    """Write to a stream, if possible; by default to the standard error that the process began with. `end` ends the text."""
+def say(text: str, stream: TextIO | None = None, *, end: str = "
+") -> None:
+    """Write a text to a stream, if possible, with `end` after it. By default, to the standard error of the process's start."""
     flush_output()
     # torch's excepthook replaces `sys.stderr`.
     stream = stream or sys.__stderr__ or sys.stderr
@@ -227,8 +228,8 @@ def say(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
 def in_text(error: BaseException, trace: TracebackType | None) -> str:
     """Return the text that Python prints for an exception, but without stack frames inside Syncline and torch.
 
-    The text also lacks the causes of a `SynclineError`. The text has all frames and causes if SYNCLINE_FULL_TRACEBACKS or the
-    setting `full_tracebacks` asks for them, if logging is at DEBUG, or if the exception may be a bug of Syncline.
+    The text also lacks the causes of a `SynclineError`. But the text has all frames and causes if SYNCLINE_FULL_TRACEBACKS or
+    the setting `full_tracebacks` asks for them, if logging is at DEBUG, or if the exception may be a bug of Syncline.
     """
     said = os.environ.get(TRACEBACKS_VARIABLE, "")
     shows_all = (said != "0" if said else _shows_all_frames) or logger.isEnabledFor(logging.DEBUG) or _is_bug(error, trace)
@@ -263,7 +264,7 @@ def _without_our_frames(text: str) -> str:
 
 
 def _shorten(told: traceback.TracebackException, error: BaseException) -> bool:
-    """Leave out frames and causes of an exception. Return whether frames of an error that is no `SynclineError` are gone.
+    """Leave out frames and causes of an exception. Return whether an error other than a `SynclineError` lost frames.
 
     The text of a `SynclineError` contains its causes, so the causes are left out. Earlier errors of the user's code are kept.
     """
@@ -344,9 +345,10 @@ def is_first(name: str, began_s: float, folder: Path | None = None) -> bool:
 
     If this function cannot read the file with the keys, it returns True.
 
-    After True, this process counts as the one that has printed. Entries of other processes count for `FRESH_S` seconds. `name`
-    is a key for the text that this process would print, different for each parent process. `began_s` is from `run_began_s`.
-    `folder` is the folder of the file with the keys, by default the folder that `private_folder` returns.
+    If the result is True, this process counts from now on as the one that has printed. Entries of other processes count for
+    `FRESH_S` seconds. `name` is a key for the text that this process would print, different for each parent process. `began_s`
+    is from `run_began_s`. `folder` is the folder of the file with the keys, by default the folder that `private_folder`
+    returns.
     """
     return spoke_before(name, began_s, "", folder) is None
 

@@ -113,7 +113,7 @@ class CudaStream(Stream):
         return CudaEvent(self._stream)
 
     def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Event, *, captured: bool) -> None:
-        """Complete the future now. The streams of its waiters and callbacks wait for `done` on the GPU.
+        """Complete the future now. GPU operations that its waiters and callbacks issue start only after `done`.
 
         `captured`: whether the collective is part of a CUDA graph.
         """
@@ -229,7 +229,7 @@ class StreamPool:
         self._lock = Lock()
 
     def acquire(self, device: torch.device, user: object) -> int:
-        """Return the handle of a stream. The stream belongs to `user` as long as `user` lives."""
+        """Return the handle of a stream. The stream belongs to `user` until Python frees `user`."""
         with self._lock:
             idle = self._idle[device]
             handle = idle.pop() if idle else self._make(device)

@@ -42,9 +42,9 @@ class DeviceTransport(Transport):
     @property
     @override
     def compares_every_call(self) -> bool:
-        """Whether the ranks' calls are compared before each call on host memory.
+        """Whether the ranks compare each call on host memory before the call runs.
 
-        A `direct` transport always compares before a call: see Note [Presync] in `mpi.transport`.
+        With `direct`, the ranks always compare calls on the device first: see Note [Presync] in `mpi.transport`.
         """
         return self._host.compares_every_call
 
@@ -164,7 +164,7 @@ class StagedPlan(Plan):
 
     @property
     def algorithm(self) -> str:
-        """The algorithm of the host transport's plan."""
+        """The name of the algorithm that the host transport's plan used."""
         return self._plan.algorithm
 
     def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:
@@ -207,7 +207,7 @@ class StagedArrival(Request):
         return self._is_over
 
     def source(self) -> int | None:
-        """Return the sender's rank, after the receive is over."""
+        """Return the sender's rank. The receive must be over."""
         return self._request.source()
 
     def _deliver(self) -> None:

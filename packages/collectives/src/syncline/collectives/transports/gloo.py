@@ -73,7 +73,7 @@ in_forks(_open.clear)
 
 
 class GlooTransport(LibraryTransport):
-    """Runs collectives of a torch Gloo group. Each call blocks until its collective is over.
+    """Runs collectives on a Gloo process group of torch. Each call blocks until its collective is over.
 
     Args:
         store: the store in which subsets of the ranks meet.

@@ -73,7 +73,7 @@ def _transport(
     communicator: MPI.Intracomm,
     members: Sequence[int],
 ) -> Transport:
-    """Make the transport of a communicator. All of its ranks call this. `members`: the ranks' numbers in the job."""
+    """Make a transport over a communicator, whose ranks all call this. `members`: for each rank, its rank in the job."""
     rank = communicator.Get_rank()
     duplicate = communicator.Dup()
     with revoked_on_failure(duplicate):

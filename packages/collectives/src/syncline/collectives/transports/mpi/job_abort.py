@@ -238,7 +238,7 @@ def _end_without_mpi() -> None:
 
 
 def _end_within(limit_s: float) -> None:
-    """Set a timer: after `limit_s` seconds, SIGALRM ends this process. If MPI_Finalize hangs, no Python code could end it."""
+    """Set a timer: after `limit_s` seconds, SIGALRM ends this process. Python code cannot do this while MPI_Finalize hangs."""
     # Only the main thread may set handlers. Exit functions normally run there.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

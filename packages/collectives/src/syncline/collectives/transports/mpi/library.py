@@ -30,7 +30,7 @@ _TESTS_BEFORE_NAPPING = 15
 
 
 class Tag(enum.IntEnum):
-    """The tags of messages on a group's private communicator."""
+    """The tags of messages on the private communicator of a Syncline group."""
 
     PAIRWISE = 1
     """`all_to_all`: the ranks' parts."""
@@ -244,7 +244,7 @@ def failed_ranks(communicator: MPI.Comm) -> list[int]:
 
 
 def revoke(communicators: Iterable[MPI.Comm | None]) -> None:
-    """End all operations on these communicators with an error, on all ranks. Without ULFM, do nothing.
+    """End all operations on these communicators with an error, on all ranks. Without ULFM (MPI's fault tolerance), do nothing.
 
     If another process is stopped, for example by SIGSTOP, this function may block until the process continues.
     """
@@ -260,7 +260,7 @@ def revoke(communicators: Iterable[MPI.Comm | None]) -> None:
 
 @contextmanager
 def revoked_on_failure(*communicators: MPI.Comm) -> Iterator[None]:
-    """Return a context manager. If its body raises an error, revoke the communicators, so that no rank waits for ever."""
+    """Return a context manager that revokes the communicators if its body raises an error. Then no rank waits for ever."""
     try:
         yield
     except BaseException:
@@ -338,10 +338,9 @@ def memory(tensor: torch.Tensor) -> MPI.buffer:
 def message(tensor: torch.Tensor, unit_bytes: int) -> tuple[Any, ...]:
     """Return the arguments with which mpi4py moves a contiguous tensor as one message of bytes.
 
-    The tensor may have more bytes than a C int can count.
-
-    A tensor with more than `unit_bytes` bytes becomes one element of an MPI type. The other rank may use `MPI.BYTE` instead.
-    The caller must keep the tensor alive until the message has been sent or received.
+    The tensor may have more bytes than a C int can count. A tensor with more than `unit_bytes` bytes becomes one element of an
+    MPI type. The other rank may use `MPI.BYTE` instead. The caller must keep the tensor alive until the message has been sent
+    or received.
     """
     if tensor.nbytes <= unit_bytes:
         return memory(tensor), MPI.BYTE

@@ -184,7 +184,7 @@ class MPITransport(LibraryTransport):
             self._scale_after(tensor, op)
 
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Receive from every rank the part of its block for this rank. Reduce these parts in rank order."""
+        """Receive this rank's part of the block of every rank. Reduce these parts in rank order."""
         rows = block.view(self._size, tensor.numel())
         step = self._piece_numel(tensor)
         results = []
@@ -296,7 +296,7 @@ class MPITransport(LibraryTransport):
         return MPITransport(communicator, reproducible=self._reproducible, on_device=self._on_device)
 
     def close(self) -> None:
-        """Free the communicators, on all ranks. Afterwards, no rank may send a status line (see `MPIStatusPost`)."""
+        """Free the communicators. All ranks call this method. Afterwards, no rank may send status lines by `MPIStatusPost`."""
         try:
             with mpi_errors():
                 self._drop_unreceived(Call(Signature("close"), scope=CancelScope(_CLOSE_S)))
@@ -355,7 +355,10 @@ class MPITransport(LibraryTransport):
         return failed_ranks(self._communicator)
 
     def interrupt(self) -> None:
-        """With ULFM, revoke the communicators: all operations on them end with an error, on all ranks. Otherwise do nothing."""
+        """With ULFM (MPI's fault tolerance), end all operations on the communicators with an error, on all ranks.
+
+        Without ULFM, do nothing.
+        """
         revoke((self._communicator, self._private))
 
     def abort(self) -> None:

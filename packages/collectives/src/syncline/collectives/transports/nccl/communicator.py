@@ -1,4 +1,4 @@
-"""`Communicator` calls NCCL with tensors. No other module calls a `NcclCommunicator` of CuPy."""
+"""`Communicator` calls NCCL with tensors. No other module calls methods of CuPy's `NcclCommunicator`."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ class Communicator:
         Note [Abort of a blocking communicator]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
         NCCL guarantees a safe abort only if the communicator is non-blocking, and no thread is inside NCCL. Here, neither
-        condition holds: CuPy (14) makes blocking communicators, and the usual reason to abort is a thread that is stuck inside
+        condition holds: CuPy 14 makes blocking communicators, and the usual reason to abort is a thread that is stuck inside
         NCCL. Normally the abort ends the kernels, and the stuck call returns an error. Two other outcomes are possible:
 
         1. The abort or the stuck call does not return. Each abort runs on its own thread, so only the end of the process waits

@@ -38,7 +38,7 @@ MULTI_RANK_VARIABLE, MULTI_RANK_VERSION = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30)
 
 @dataclass(frozen=True)
 class StreamCommunicator:
-    """A communicator and its CUDA stream. It connects all ranks of a group, or two ranks in one direction.
+    """A communicator and its CUDA stream. The communicator connects all ranks of a group, or two ranks in one direction.
 
     A thread holds `lock` while it issues a call, because NCCL allows only one thread at a time.
     """
@@ -67,7 +67,7 @@ class Connector:
         self.name = name
 
     def part(self, members: Sequence[int], name: str) -> Connector:
-        """Make the connector of a new group, which has some ranks of this connector's group: `members`."""
+        """Make the connector of a new group. `members` are the ranks of the new group, as ranks in this connector's group."""
         ranks = [self.ranks[member] for member in members]
         return Connector(self.nccl, self.runtime, self.rendezvous, ranks, list(members).index(self.rank), name)
 
@@ -313,8 +313,8 @@ Task: TypeAlias = Callable[[StreamCommunicator], None]
 class Pair:
     """Issues the transfers between two ranks, in order. The first transfer connects the ranks, without blocking the caller.
 
-    A separate thread connects the ranks. Until it has finished, it also issues the transfers. Afterwards the thread that calls
-    `submit` issues the transfer.
+    A separate thread connects the ranks, and then issues the transfers that callers have submitted so far. Afterwards, each
+    caller of `submit` issues its transfer itself.
 
     Args:
         connect: makes a communicator for each direction. The separate thread calls this function.

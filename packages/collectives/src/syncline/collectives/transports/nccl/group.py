@@ -656,7 +656,7 @@ class NcclGroup(EngineGroup):
 
     @override
     def _close(self) -> None:
-        """Let the GPU finish, then give the communicators back.
+        """Wait until the GPU has finished, then give the communicators back to NCCL.
 
         Raises:
             BaseException: the error that ended the group, if no call has raised this error yet. Results since the failure are

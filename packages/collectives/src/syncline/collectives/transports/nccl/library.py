@@ -16,7 +16,10 @@ _OLDEST_CUPY = 14
 
 
 def problem() -> str | None:
-    """Return an error text, with a remedy, if NCCL cannot work in this process; else None. Without a GPU, import no CuPy."""
+    """Return an error text, with a remedy, if NCCL cannot work in this process; else None.
+
+    If torch sees no GPU, the function does not import CuPy.
+    """
     cuda = torch.version.cuda
     if cuda is None:
         return "this torch is built without CUDA; install one of torch's CUDA wheels"

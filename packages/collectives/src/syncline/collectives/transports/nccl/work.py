@@ -123,7 +123,7 @@ class Launch:
 
     @property
     def is_transfer(self) -> bool:
-        """Whether the launch is a send or a receive. Only sends and receives have no call number."""
+        """Whether the launch is a send or a receive."""
         return all(call.number is None for call in self.calls)
 
     def release(self) -> None:

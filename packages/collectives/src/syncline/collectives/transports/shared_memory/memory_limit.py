@@ -46,7 +46,7 @@ class Room(NamedTuple):
 
 
 def room_for_each(limits: Sequence[Sequence[Limit]]) -> Room | None:
-    """Return how much memory each process of a node can allocate, given the limits of each process. None: no limit is known."""
+    """From the limits of each process of a node, return how much memory each can allocate; None if no limit is known."""
     known = [limit for own in limits for limit in own]
     sharers = Counter(identity for own in limits for identity in {limit.identity for limit in own})
     rooms = (

@@ -27,7 +27,7 @@ class StagingArea:
 
     Note [Slots in turn]
     ~~~~~~~~~~~~~~~~~~~~
-    Each chunk uses the next of the three slots, also from one collective to the next. There is at least one barrier for each
+    Chunks use the three slots in turn. The next collective goes on with the next slot. There is at least one barrier for each
     chunk. Ranks reduce chunk k after the barrier of chunk k, and copy the results of chunk k out of the slots after the barrier
     of chunk k + 1. So all reads of chunk k end before the barrier of chunk k + 2. Chunk k + 3 uses the slot of chunk k, but is
     written after the barrier of chunk k + 2. So no rank overwrites data that another rank still reads.
@@ -73,14 +73,14 @@ class _Copy(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A rank's copies and its reduction, for chunks of one length.
+    """The copies and the reduction that a rank does for each chunk of one length.
 
     Attributes:
-        copies_in: copies of the slices that other ranks reduce, to this rank's slot.
+        copies_in: for each slice that another rank reduces, the copy of this slice to this rank's slot.
         slots: for each rank r, the slice in rank r's slot that this rank reduces.
         share: the slice that this rank reduces: its start in the chunk and its length, in elements.
         copy_to_slot: the copy of this rank's result to this rank's slot; None if no other rank needs the result.
-        copies_out: copies of the other ranks' results, from their slots.
+        copies_out: for each other rank, the copy of its result from its slot to this rank's tensor.
     """
 
     copies_in: list[_Copy]
@@ -101,8 +101,9 @@ class CopyInCopyOut(Algorithm):
        result to this rank's slot.
     4. For `all_reduce`: after the next barrier, copy the results of the other ranks out of their slots.
 
-    Cost for n bytes and p ranks: each rank copies n - n/p bytes in and reduces n/p bytes. For `all_reduce`, each rank then
-    copies n/p more bytes in, and n - n/p bytes out. There is one barrier for each chunk, and for `all_reduce` one more.
+    Cost for n bytes and p ranks: each rank copies n - n/p bytes into slots and reduces n/p bytes. For `all_reduce`, each rank
+    then copies n/p more bytes into slots, and n - n/p bytes out of slots. There is one barrier for each chunk, and one more at
+    the end of an `all_reduce`.
     """
 
     name = "copy-in copy-out"

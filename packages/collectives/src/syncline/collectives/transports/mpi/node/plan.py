@@ -80,7 +80,7 @@ class Size(NamedTuple):
 
 
 def size_of(operation: Operation, part_bytes: int, ranks: int) -> Size:
-    """Return the size of a call. `part_bytes` is the size of the call's only or smaller tensor."""
+    """Return the size of a call. `part_bytes` is the size of the call's smaller tensor, or of its only tensor."""
     has_block = operation in (Operation.REDUCE_SCATTER, Operation.ALL_GATHER)
     whole = part_bytes * (ranks if has_block else 1)
     return Size(whole, part_bytes if operation is Operation.ALL_GATHER else whole)
@@ -330,7 +330,8 @@ class Node:
     def shared_sync(self, call: Call) -> SharedSync | None:
         """Return the object with which the ranks of this node wait for one another in shared memory.
 
-        All ranks of the group call this method together. The first call makes the object. If this fails, all ranks return None.
+        All ranks of the group call this method together. The first call makes the object. If a rank cannot make it, all ranks
+        return None.
         """
         if self._shared is None and self._fence is not None:
             # Making the sync is a collective, so first make sure that all ranks are here, for the same call.

@@ -109,9 +109,10 @@ class ShmBarrier:
         return (self.arrivals + 1) & 1
 
     def slots(self, parity: int, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> list[torch.Tensor]:
-        """Return, for each rank, a flat tensor of `numel` elements in its eager slot `parity`. `numel` is at least 1.
+        """Return, for each rank, a flat tensor of `numel` elements in the rank's slot `parity`, which is 0 or 1.
 
-        Arrival k uses slot k mod 2. Write this rank's slot before `arrive`, and read other ranks' slots afterwards.
+        `numel` is at least 1. Arrival k uses slot k mod 2. Write this rank's slot before `arrive`, and read other ranks' slots
+        afterwards.
         """
         with torch.inference_mode(False):  # the tensors are kept for later calls, which may be outside of this mode
             return self._segment.rows(_HEAD_BYTES + parity * self.slot_bytes + offset_bytes, numel, dtype)
