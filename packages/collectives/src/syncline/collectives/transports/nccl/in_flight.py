@@ -110,7 +110,7 @@ class InFlight:
     # ---- communicators and launches ----
 
     def attach(self, communicator: Communicator) -> None:
-        """Add a communicator. If the group has failed, abort the communicator at once."""
+        """Add a communicator that a failure of the group must abort. If the group has failed, abort the communicator now."""
         with self._changed:
             if self._failure is None:
                 self._communicators.append(communicator)

@@ -99,7 +99,7 @@ class Launch:
         self._work = weakref.ref(work)
 
     def note_on_stream(self, event: Event, *, captured: bool) -> None:
-        """Remember that the launch is now on a stream, or part of a CUDA graph. The launch is over when `event` is over."""
+        """Remember that the launch is on a stream, or part of a CUDA graph. The launch is over when `event` is over."""
         self._event, self.captured = event, captured
 
     def is_over(self) -> bool:

@@ -91,7 +91,7 @@ class _Step(NamedTuple):
 
 
 class CopyInCopyOut(Algorithm):
-    """`all_reduce` and `reduce_scatter` through the staging area, chunk by chunk.
+    """Runs `all_reduce` and `reduce_scatter` through shared memory (the group's `StagingArea`), chunk by chunk.
 
     Each rank owns one slice of each chunk, and does these steps for each chunk:
 
@@ -118,7 +118,7 @@ class CopyInCopyOut(Algorithm):
         self._chunks: list[tuple[int, int]] = []
 
     def prepare(self, call: Call) -> bool:
-        """At the first call, make the group's staging area. Return whether the group has a staging area."""
+        """At the first call, make the shared memory of the group's `StagingArea`. Return whether the group has this memory."""
         if self._segment is None:
             segment = self._segment = self._staging.segment(call)
             if segment is not None:

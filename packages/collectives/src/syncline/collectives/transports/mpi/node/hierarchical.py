@@ -58,7 +58,7 @@ class NodeReduction:
             self._reduce([row[begin:end] for row in rows], self._between, op, call)
 
     def forget(self) -> None:
-        """Release the stage."""
+        """Release the stage (the shared memory to which tensors are copied)."""
         self._stage, self._may_stage = None, False
 
     def _reduce(self, terms: list[torch.Tensor], between: MPITransport, op: Reduction, call: Call) -> None:
@@ -114,7 +114,7 @@ class Hierarchical(Algorithm):
         return self._reduction.stage(call) is not None
 
     def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
-        """For each piece: copy the piece to the stage, wait for all ranks, reduce, wait again, and copy the result back."""
+        """For each piece: copy the piece to shared memory, wait for all ranks, reduce, wait again, and copy the result back."""
         stage, sync = self._reduction.stage(call), self._node.local_sync(call)
         assert stage is not None
         place = Place(stage, 0)
