@@ -446,6 +446,21 @@ def test_close_waits_for_a_call_that_is_lost_without_raising_its_error(
     assert isinstance(group.first_failure, TransportError)
 
 
+@pytest.mark.parametrize("kind", [Together, Alone])
+def test_ctrl_c_ends_a_close_that_waits_for_a_call_in_flight(kind: type[Together], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    group = HostGroup(kind(SharedState(2), 0), 0, 2, timeout_s=LIMIT_S)
+    work = group.all_reduce(torch.ones(1), async_op=True)  # rank 1 never calls
+    waits: tuple[object, str] = (group._queue, "drain") if kind is Alone else (host_group.GroupWork, "wait")
+    with monkeypatch.context() as patch:
+        patch.setattr(*waits, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            group.close()
+    assert str(work.exception()).startswith("the group was aborted"), "close has waited for the call"
+
+
 def test_a_future_that_was_taken_before_the_failure_tells_the_program() -> None:
     def body(group: HostGroup, transport: Together) -> None:
         future = differ(group).get_future()

@@ -271,14 +271,21 @@ class EngineGroup(ProcessGroup, Inherited):
             self._is_closing = True
             # The stack runs its callbacks in reverse order, also after an error: first the companions, last `_close`.
             with ExitStack() as ending:
+                ending.push(self._abort_if_interrupted)
                 ending.callback(self._close)
                 for companion in self._companions:
                     ending.callback(self._end, companion)
+                ending.push(self._abort_if_interrupted)
                 # After a failure, other ranks may not come to this comparison, so it could only time out.
                 if self.first_failure is None:
                     self._meet_before_close()
         finally:
             self._closing.release()
+
+    def _abort_if_interrupted(self, _: object, error: BaseException | None, __: object) -> None:
+        # After Ctrl-C, the rest of `close` must not wait for calls in flight, which may take the group's whole time limit.
+        if error is not None and not isinstance(error, Exception):
+            self.abort()
 
     @abstractmethod
     def _meet_before_close(self) -> None:
