@@ -212,6 +212,23 @@ def test_leaves_a_call(mpi_group):
     assert "DisagreementError: all_reduce(float32[3], op=SUM)" in job.output
 
 
+def test_a_call_on_one_rank_only_fails_the_session_with_its_own_error(run_pytest) -> None:
+    """This rank closes its group only when its call has reached the time limit."""
+    job = run_pytest(
+        2,
+        """
+def test_leaves_a_call(mpi_group):
+    if mpi_group.rank == 0:
+        mpi_group.all_reduce(torch.ones(3), async_op=True)
+""",
+        "-o",
+        "mpi_limit_s=24",
+    )
+    assert job.status == 1, job.output
+    assert "failed on rank(s) 0 of 2" in job.output
+    assert "CollectiveTimeout: all_reduce(float32[3], op=SUM)" in job.output
+
+
 def test_the_exit_status_is_the_worst_of_all(run_pytest) -> None:
     """A rank that calls pytest.exit() is out of step with the others, which must not wait for it for ever."""
     job = run_pytest(

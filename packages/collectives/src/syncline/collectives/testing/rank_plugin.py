@@ -117,7 +117,8 @@ class RankPlugin:
     Args:
         config: pytest's configuration.
         limit_s: the time limit of one test on one rank, in seconds.
-        patience_s: how many seconds a rank waits for the other ranks after a failed test, and at the end of the session.
+        patience_s: how many seconds a rank waits for the other ranks after a failed test. At the end of the session, it also
+            waits for collectives in flight.
     """
 
     def __init__(self, config: pytest.Config, limit_s: float, patience_s: float) -> None:
@@ -203,7 +204,9 @@ class RankPlugin:
                 self._group.close()
             except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank below
                 status, words = max(status, int(pytest.ExitCode.TESTS_FAILED)), f"{type(error).__name__}: {error}"
-        said = self._exchange((status, words), "the end of the session", self._patience_s)
+        # If this rank has not called a collective that is in flight on another rank, that rank closes only when the collective
+        # has reached its time limit. Then that rank knows the error.
+        said = self._exchange((status, words), "the end of the session", self.collective_limit_s + self._patience_s)
         session.exitstatus = max(status for status, _ in said)
         outcomes = [RankOutcome("close", "failed" if words else "passed", words) for _, words in said]
         self._failure_at_close = combined(outcomes)
