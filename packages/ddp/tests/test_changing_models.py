@@ -1246,6 +1246,27 @@ def test_a_layer_that_would_see_one_rank_is_refused_when_the_group_grows(having:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("refusing", [{0}, {1}, {0, 1}])
+@pytest.mark.parametrize("how", ["forward", "update_process_group"])
+def test_a_new_parameter_that_cannot_be_averaged_is_refused_on_all_ranks(how: str, refusing: set[int]) -> None:
+    first = model()
+
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(copy.deepcopy(first), process_group=group)
+        inner(ddp).append(nn.Linear(2, 2, device="meta" if group.rank in refusing else "cpu").double())
+        wrong, said = (
+            (MisuseError, r"'3\.weight' is on meta")
+            if group.rank in refusing
+            else (DisagreementError, r"rank \d has refused its model .*'3\.weight' is on meta")
+        )
+        with pytest.raises(wrong, match=said):
+            step_of(ddp, group.rank, 0) if how == "forward" else ddp.update_process_group(group)
+        inner(ddp).pop(3)
+        torch.testing.assert_close(step_of(ddp, group.rank, 0), averages(copy.deepcopy(first), 2, 0))
+
+    run_ranks(2, body)
+
+
 def test_after_a_change_of_the_group_that_fails_the_model_is_averaged_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(Reducer):
         def __init__(self, *_: Any, **__: Any) -> None:

@@ -350,7 +350,6 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             raise MisuseError(
                 f"{what}, within join() on {self._group.place()}: ranks without inputs cannot follow. Change it before"
             )
-        self._state.check(self._group, buffers=self._sync_buffers_at_first or self.forward_sync_buffers)
         if not self._init_sync:
             self._check_change(self._group)
         else:
@@ -382,18 +381,20 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """A collective. Give all ranks rank 0's values of the new parameters and buffers."""
         syncs_buffers = self._sync_buffers_at_first
         with self._group.marked("the module has changed"):
+            # If a check fails on one rank, the other ranks raise an error in `verify`.
+            with telling_the_others(self._group):
+                self._check_change(self._group)
             self._state.verify(self._group, buffers=syncs_buffers)
         sparse = self._state.sparse_parameters()
         options = {
             "new parameters": [name for name, _ in new],
             "sparse=True (in embeddings)": [name for name, parameter in self._state.parameters() if id(parameter) in sparse],
         }
-        with telling_the_others(self._group):
-            self._check_change(self._group)
         verify_same_options(options, group=self._group)
         broadcast_tensors([*new, *(self._watch.new_buffers() if syncs_buffers else [])], self._group, 0)
 
     def _check_change(self, group: ProcessGroup) -> None:
+        self._state.check(group, buffers=self._sync_buffers_at_first or self.forward_sync_buffers)
         refuse_layers_that_see_one_rank(self.module, group)
         unreduced = self._reducer.unreduced()
         for name, parameter in self._state.parameters():
@@ -532,8 +533,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
         Raises:
             DisagreementError: on all ranks, if parameters differ between ranks in name, shape, strides or dtype, or in which of
-                them are frozen. With `forward_sync_buffers`, buffers are compared, too. Or another rank has frozen a parameter
-                whose gradient is not averaged yet.
+                them are frozen. With `forward_sync_buffers`, buffers are compared, too. Or another rank has raised a
+                `MisuseError` for its module.
             MisuseError: the call is within `join()`. Or the new group cannot send a parameter or buffer. Or this rank has
                 frozen a parameter whose gradient is not averaged yet. Or the new group has several ranks, and the module has a
                 SyncBatchNorm of torch while torch.distributed is not initialised.
@@ -548,7 +549,6 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         group = as_ours(chosen)
         # Perhaps no forward has run since the latest change of the module.
         self._state.module = self.module
-        self._state.check(group, buffers=self._sync_buffers_at_first or self.forward_sync_buffers)
         # If a check fails on one rank, the other ranks raise an error in `verify_same_options`.
         with telling_the_others(group):
             self._check_change(group)

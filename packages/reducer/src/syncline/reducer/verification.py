@@ -17,7 +17,7 @@ logger = logging.getLogger("syncline.reducer")
 
 Description = dict[str, list[object]]
 
-# A rank that refuses its model sends this key with the reason, in place of its options.
+# A rank that refuses its model sends this key with the reason, in place of its options or parameters.
 _REFUSED = "refused"
 
 
@@ -48,8 +48,9 @@ def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tens
     Cost: an all_reduce of 16 bytes. If ranks differ, also two broadcasts of a description, and all-gathers of a few bytes.
 
     Raises:
-        DisagreementError: on every rank, if the parameters differ. The text describes the first different parameter, on rank 0
-            and on the first rank that differs from rank 0.
+        DisagreementError: on every rank, if the parameters differ, or if a rank has failed in `telling_the_others`. The text
+            describes the first different parameter, on rank 0 and on the first rank that differs from rank 0. Or it shows the
+            error of the rank that has failed.
     """
     described = {name: _describe(parameter) for name, parameter in zip(names, parameters, strict=True)}
     difference = _find_difference(list(described.items()), group)
@@ -77,10 +78,6 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
     if difference is None:
         return
     rank, reference, found = difference
-    # A rank that has refused its model sends its reason in place of options, so the options cannot be compared.
-    for its_rank, its in ((0, reference), (rank, found)):
-        if _REFUSED in its:
-            raise DisagreementError(f"rank {its_rank} has refused its model ({group.place()}): {its[_REFUSED]}")
     different = ", ".join(
         f"{name}={reference.get(name)!r} on rank 0 and {found.get(name)!r} on rank {rank}"
         for name in {**reference, **found}
@@ -93,10 +90,11 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
 
 @contextmanager
 def telling_the_others(group: ProcessGroup) -> Iterator[None]:
-    """A context for checks that may fail on some ranks only. Call `verify_same_options` after it, with the same group.
+    """A context for checks that may fail on some ranks only.
 
-    If the checks raise a MisuseError on this rank, `verify_same_options` raises a DisagreementError on the other ranks, with
-    the text of the MisuseError. Without this context, the other ranks would wait in `verify_same_options` for this rank.
+    Call `verify_same_options` or `verify_same_parameters` after it, with the same group. If the checks raise a MisuseError on
+    this rank, this comparison raises a DisagreementError on the other ranks, with the text of the MisuseError. Without this
+    context, the other ranks would wait in the comparison for this rank.
 
     Raises:
         MisuseError: the error of the checks.
@@ -112,7 +110,11 @@ def telling_the_others(group: ProcessGroup) -> Iterator[None]:
 
 
 def _find_difference(mine: object, group: ProcessGroup) -> Difference | None:
-    """A collective. Returns None if all ranks have equal values."""
+    """A collective. Returns None if all ranks have equal values.
+
+    Raises:
+        DisagreementError: one of the two ranks has refused its model. The text shows the reason.
+    """
     text = json.dumps(mine)
     if are_same_on_all_ranks(text.encode(), group=group):
         return None
@@ -120,7 +122,14 @@ def _find_difference(mine: object, group: ProcessGroup) -> Difference | None:
     differs = all_gather_bytes(b"" if json.loads(text) == reference else b"x", group=group)
     # If no rank differs, the texts are different but the values are equal: 25 and 25.0.
     rank = next((rank for rank, said in enumerate(differs) if said), None)
-    return None if rank is None else Difference(rank, reference, json.loads(broadcast_object(text, rank, group=group)))
+    if rank is None:
+        return None
+    found = json.loads(broadcast_object(text, rank, group=group))
+    # A rank that has refused its model sends its reason in place of the value, so the values cannot be compared.
+    for its_rank, its in ((0, reference), (rank, found)):
+        if _REFUSED in its:
+            raise DisagreementError(f"rank {its_rank} has refused its model ({group.place()}): {its[_REFUSED]}")
+    return Difference(rank, reference, found)
 
 
 def _describe(parameter: torch.Tensor) -> list[object]:
