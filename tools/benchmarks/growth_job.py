@@ -23,6 +23,8 @@ from syncline.ddp import DistributedDataParallel
 _SETTLE_S = 0.3
 """The kernel's counters are read so long after all ranks have done what is counted."""
 _HANDSHAKE_S = 30.0
+_MEET_S = 120.0
+"""If a rank has failed, the others end after this time, so that its error is shown. pytest would end all of them without it."""
 _LIMIT_S = 1.0
 """Of the group in which a rank does not come."""
 
@@ -109,7 +111,9 @@ def _count_training(count: Count, group: ProcessGroup) -> None:
 def _meet(folder: Path, size: int, moment: str) -> None:
     """Meet by files: each rank makes one."""
     (folder / f"{moment} {os.getpid()}").touch()
-    while len(list(folder.glob(f"{moment} *"))) < size:
+    end_s = time.monotonic() + _MEET_S
+    while (came := len(list(folder.glob(f"{moment} *")))) < size:
+        assert time.monotonic() < end_s, f"only {came} of {size} ranks came to: {moment}; look for a rank that failed"
         time.sleep(0.02)
 
 

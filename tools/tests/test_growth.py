@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
-from benchmarks import growth
+from benchmarks import growth, growth_job
 from benchmarks.growth_counting import Counts
 from benchmarks.growth_formulas import FORMULAS, Fit, Formula, Job, fit
 from test_support.full_run import cases
@@ -57,3 +58,9 @@ def test_formulas_over_gloo_hold_for_real_ranks(per_host: int, sizes: tuple[int,
     rows, is_right = growth.compared("gloo", found, per_host)
     assert is_right, rows
     assert sum(row[-1] == "held" for row in rows) == sum(over == "gloo" for over, _, _ in FORMULAS)
+
+
+def test_a_rank_that_fails_ends_the_wait_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth_job, "_MEET_S", 0.1)
+    with pytest.raises(AssertionError, match="only 1 of 2 ranks came to: start-up"):
+        growth_job._meet(tmp_path, 2, "start-up")
