@@ -104,3 +104,22 @@ def test_each_rank_reaches_its_own_limit_although_it_is_shorter_than_that_of_the
         group.abort()
 
     run_ranks(3, body)
+
+
+def test_at_exit_only_a_collective_that_was_given_up_keeps_the_connections_open() -> None:
+    """Closing would wait for the collective until Gloo's own time limit, which is that of the connection."""
+    store, both_are_over = dist.HashStore(), threading.Barrier(2)
+
+    def body(outer: ProcessGroup) -> None:
+        transport = connect(store, outer.rank, 2, "whole", CancelScope(60))
+        group = HostGroup(transport, outer.rank, 2, name="whole", timeout_s=1)
+        group.all_reduce(torch.ones(1))
+        if outer.rank == 0:
+            with pytest.raises(CollectiveTimeout):
+                group.all_reduce(torch.ones(1))  # rank 1 never calls
+        both_are_over.wait(60)
+        transport.hang_up()
+        assert (transport._connected is None) == (outer.rank == 1)
+        group.abort()
+
+    run_ranks(2, body)

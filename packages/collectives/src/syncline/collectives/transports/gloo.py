@@ -91,6 +91,7 @@ class GlooTransport(LibraryTransport):
         self._store = store
         self.devices = devices
         self._gloo_timeout_s = group.timeout_s  # Gloo's own time limit for a collective: at first, that of the connection
+        self._in_flight: TorchWork | None = None  # the collective that Gloo runs, maybe still after this rank has given it up
         self._subsets: Counter[str] = Counter()  # by name and members: how many subsets were made
         _open.add(self)
 
@@ -105,37 +106,37 @@ class GlooTransport(LibraryTransport):
         bytes.
         """
         if tensor.dtype not in HALVES or self._group.size == 1 or tensor.nbytes < _SCATTER_HALVES_FROM_BYTES:
-            _wait(self._within(call).all_reduce(tensor, op, async_op=True), call.scope)
+            self._wait(self._within(call).all_reduce(tensor, op, async_op=True), call.scope)
             return
         padded = torch.nn.functional.pad(tensor, (0, -tensor.numel() % self._group.size))
         part = torch.empty_like(padded.view(self._group.size, -1)[0])
-        _wait(self._within(call).reduce_scatter_tensor(part, padded, op, async_op=True), call.scope)
-        _wait(self._within(call).all_gather_into_tensor(padded, part, async_op=True), call.scope)
+        self._wait(self._within(call).reduce_scatter_tensor(part, padded, op, async_op=True), call.scope)
+        self._wait(self._within(call).all_gather_into_tensor(padded, part, async_op=True), call.scope)
         tensor.copy_(padded[: tensor.numel()])
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Call) -> None:
         """All-reduce a copy of the tensor. Only the root keeps the result."""
-        _wait(self._within(call).reduce(tensor, root, op, async_op=True), call.scope)
+        self._wait(self._within(call).reduce(tensor, root, op, async_op=True), call.scope)
 
     def broadcast(self, tensor: torch.Tensor, root: int, call: Call) -> None:
         """Call Gloo's broadcast, with the tensor as bytes."""
-        _wait(self._within(call).broadcast(tensor, root, async_op=True), call.scope)
+        self._wait(self._within(call).broadcast(tensor, root, async_op=True), call.scope)
 
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Call) -> None:
         """Call Gloo's all-gather, with the tensors as bytes."""
-        _wait(self._within(call).all_gather_into_tensor(block, tensor, async_op=True), call.scope)
+        self._wait(self._within(call).all_gather_into_tensor(block, tensor, async_op=True), call.scope)
 
     def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
         """Call Gloo's gather, with the tensors as bytes."""
-        _wait(self._within(call).gather(tensor, self._parts(block, tensor), root, async_op=True), call.scope)
+        self._wait(self._within(call).gather(tensor, self._parts(block, tensor), root, async_op=True), call.scope)
 
     def scatter(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
         """Call Gloo's scatter, with the tensors as bytes."""
-        _wait(self._within(call).scatter(tensor, self._parts(block, tensor), root, async_op=True), call.scope)
+        self._wait(self._within(call).scatter(tensor, self._parts(block, tensor), root, async_op=True), call.scope)
 
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
         """Exchange the parts in an all-to-all, with the tensors as bytes. Then each rank reduces its part in rank order."""
-        _wait(self._within(call).reduce_scatter_tensor(tensor, block, op, async_op=True), call.scope)
+        self._wait(self._within(call).reduce_scatter_tensor(tensor, block, op, async_op=True), call.scope)
 
     def all_to_all(
         self,
@@ -146,11 +147,11 @@ class GlooTransport(LibraryTransport):
         call: Call,
     ) -> None:
         """Call Gloo's all-to-all, with the tensors as bytes."""
-        _wait(self._within(call).all_to_all_single(output, tensor, output_counts, input_counts, async_op=True), call.scope)
+        self._wait(self._within(call).all_to_all_single(output, tensor, output_counts, input_counts, async_op=True), call.scope)
 
     @override
     def barrier(self, call: Call) -> None:
-        _wait(self._within(call).barrier(async_op=True), call.scope)
+        self._wait(self._within(call).barrier(async_op=True), call.scope)
 
     @override
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
@@ -190,6 +191,20 @@ class GlooTransport(LibraryTransport):
             self._gloo_timeout_s = call.scope.timeout_s
         return self._group
 
+    def _wait(self, work: Work, scope: CancelScope) -> None:
+        assert isinstance(work, TorchWork)
+        self._in_flight = work
+        slice_s = _FIRST_LOOK_S
+        try:
+            while not work.wait_for(min(max(scope.remaining_s(), 1e-3), slice_s)):
+                scope.check("Gloo does not say which ranks do not take part")
+                slice_s = min(1.2 * slice_s, _LOOK_S)
+        except CollectiveTimeout as error:
+            # A transport raises Python's `TimeoutError`. From this error, `FailureWords` (`engine.failure`) makes the group's
+            # error, with the call, the rank and the group's time limit.
+            raise TimeoutError(str(error)) from error
+        self._in_flight = None
+
     @property
     def _group(self) -> TorchGroup:
         # After `_hang_up`, a program may still issue calls, for example in `__del__`.
@@ -209,6 +224,18 @@ class GlooTransport(LibraryTransport):
         # After `close` there is no torch group, but this method may still be called.
         if self._connected is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connected))
+
+    def hang_up(self) -> None:
+        """At exit, close the connections, but do not wait for a collective that this rank has given up."""
+        work = self._in_flight
+        if work is None or work.is_completed():
+            self.close()
+            return
+        # After Ctrl-C, for example, Gloo runs the collective until Gloo's own time limit, and closing would wait for it.
+        self.abort()
+        # If the collective ends just now, Gloo's thread must not drop its tensors; see Note [Leaving while Gloo's thread drops
+        # a work].
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
 
     @override
     def leave_to_parent(self) -> None:
@@ -350,19 +377,6 @@ def _tag(tag: int, tensor: torch.Tensor) -> int:
     return sized_wire_tag(tag, tensor.dtype, tensor.numel(), _LARGEST_TAG)
 
 
-def _wait(work: Work, scope: CancelScope) -> None:
-    assert isinstance(work, TorchWork)
-    slice_s = _FIRST_LOOK_S
-    try:
-        while not work.wait_for(min(max(scope.remaining_s(), 1e-3), slice_s)):
-            scope.check("Gloo does not say which ranks do not take part")
-            slice_s = min(1.2 * slice_s, _LOOK_S)
-    except CollectiveTimeout as error:
-        # A transport raises Python's `TimeoutError`. From this error, `FailureWords` (`engine.failure`) makes the group's
-        # error, with the call, the rank and the group's time limit.
-        raise TimeoutError(str(error)) from error
-
-
 class GlooBackend(Backend):
     """The backend "gloo". The ranks are processes that meet in a store."""
 
@@ -472,7 +486,7 @@ def _hang_up() -> None:
     """
     finish_all()
     for transport in _open if all_idle() else ():
-        transport.close()
+        transport.hang_up()
 
 
 backend = GlooBackend()
