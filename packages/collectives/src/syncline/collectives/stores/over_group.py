@@ -36,16 +36,17 @@ class GroupStore(ServedStore):
 
     A thread on rank 0 checks for requests of the other ranks every 0.2 ms to 20 ms, and with many ranks less often.
 
-    Cost of a call: four messages, and no message on rank 0. A call that waits for a key repeats its request.
+    A call costs four messages; a call on rank 0 costs none. A call that waits for a key repeats its request.
 
     The `timeout` of a call limits how long the call waits for a key. If rank 0 is too busy to answer a request, the call waits
-    longer, up to the group's time limit. After this limit the rank cannot use the store any more: the answer may still come.
+    longer, up to the group's time limit. After this limit the rank cannot use the store any more, because a late answer could
+    be taken for the answer to another call.
 
     In a forked child of a rank, every call raises a `GroupClosedError`, because only the rank itself communicates.
 
     Args:
-        group: the group whose ranks share the store. All ranks make a `GroupStore`, and all call `close`, which also closes the
-            group.
+        group: the group whose ranks share the store. All ranks must make a `GroupStore`, and all must call `close`. `close`
+            also closes the group.
         timeout: seconds or a timedelta; see `Store`.
     """
 
@@ -142,11 +143,11 @@ class GroupStore(ServedStore):
 
 
 class _Client:
-    """The state that a handle shares with its clones, because their messages go through one group.
+    """The state that a `GroupStore` shares with its clones, because the messages of all of them go through one group.
 
     Attributes:
-        asking: held during a request and its answer.
-        is_closed: whether a handle was closed, and with it the group.
+        asking: a lock, held during a request and its answer.
+        is_closed: whether one of the stores, and so the group, was closed.
         has_lost_an_answer: whether a call ended before its answer came.
     """
 
@@ -174,7 +175,7 @@ class _Server:
             return reply
 
     def stop(self) -> bool:
-        """Wait a few seconds until all other ranks have closed their stores, then end the thread. Return whether all have."""
+        """Wait a few seconds for the other ranks to close their stores, then end the thread. Return whether all have closed."""
         if self._thread.is_alive():
             self._thread.join(_GOODBYES_S)
         self._stopping.set()

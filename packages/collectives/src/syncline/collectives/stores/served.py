@@ -80,12 +80,12 @@ def _field(message: bytes, start: int) -> tuple[bytes, int]:
 
 
 def pack_seconds(seconds: float) -> bytes:
-    """Encode a time limit as a field."""
+    """Encode a time limit in seconds as a field of a message."""
     return _SECONDS.pack(seconds)
 
 
 def unpack_seconds(field: bytes) -> float:
-    """Decode a time limit.
+    """Decode a time limit in seconds from a field of a message.
 
     Raises:
         ProtocolError: the field is not a number, is negative, or exceeds `LONGEST_STORE_TIMEOUT_S`.
@@ -98,7 +98,7 @@ def unpack_seconds(field: bytes) -> float:
 
 
 def unpack_text(field: bytes) -> str:
-    """Decode a key.
+    """Decode a key from a field of a message.
 
     Raises:
         ProtocolError: the field is not UTF-8.
@@ -110,7 +110,7 @@ def unpack_text(field: bytes) -> str:
 
 
 def unpack_int(field: bytes) -> int:
-    """Decode a number.
+    """Decode a number from a field of a message.
 
     Raises:
         ProtocolError: the field is not a number of at most 20 characters.
@@ -133,7 +133,7 @@ forgets the wait of a client that is gone."""
 
 @dataclass(frozen=True)
 class _WaitingRequest:
-    """The client gets an answer when all of `keys` exist, at the latest at `until`."""
+    """A client's request that waits for keys. The server answers when all of `keys` exist, or else at the time `until`."""
 
     keys: list[str]
     until: float
@@ -156,7 +156,7 @@ class Service(Generic[Client]):
         }
 
     def request(self, client: Client, message: bytes, now: float) -> list[tuple[Client, bytes]]:
-        """Process one request. Return answers to this client, and to the clients whose wait ends because of this request.
+        """Process one request of `client`. Return the answers to `client`, and to all clients whose wait this request ends.
 
         Raises:
             ProtocolError: the message is not a request. The table is not changed.
@@ -172,7 +172,7 @@ class Service(Generic[Client]):
         return [(client, self._carry_out(op, fields)), *self._arrived(list(self._waiting))]
 
     def expire(self, now: float) -> list[tuple[Client, bytes]]:
-        """End the waits whose time limit is reached, and return the answers to these clients."""
+        """End each wait whose time limit is reached, and return the answers to the clients that waited."""
         late = [(client, waiting) for client, waiting in self._waiting.items() if waiting.until <= now]
         for client, _ in late:
             del self._waiting[client]
@@ -183,7 +183,7 @@ class Service(Generic[Client]):
         return min((waiting.until for waiting in self._waiting.values()), default=None)
 
     def forget(self, client: Client) -> None:
-        """Forget the wait of a client that is gone."""
+        """Forget the waiting request of a client that is gone."""
         self._waiting.pop(client, None)
 
     def _arrived(self, clients: list[Client]) -> list[tuple[Client, bytes]]:
@@ -248,11 +248,11 @@ def _fields_of(fields: list[bytes], count: int) -> list[bytes]:
 
 
 class ServedStore(Store):
-    """A client's handle on the server's table. Each method here sends one operation to the server through `_call`."""
+    """A handle on a table that another process or thread serves. Each method sends one operation to that server (`_call`)."""
 
     @abstractmethod
     def _call(self, op: Op, *fields: bytes) -> list[bytes]:
-        """Let the server carry out `op`, and return the fields of its answer."""
+        """Ask the server to carry out the operation `op`, and return the fields of the server's answer."""
 
     @override
     def set(self, key: str, value: bytes | str) -> None:

@@ -87,13 +87,13 @@ class Store(ABC):
         """Add `amount` to the number stored under `key` (0 if there is none), and return the sum.
 
         Raises:
-            InvalidArgumentError: the value is not a number (digits, perhaps with a minus before them). Or the amount is not an
-                integer, or the amount or the sum does not fit into 64 bits.
+            InvalidArgumentError: the key's value is not a number (digits, perhaps with a minus before them); `amount` is not an
+                integer; or `amount` or the sum does not fit into 64 bits.
         """
 
     @abstractmethod
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of `keys` exist. Does not wait."""
+        """Return whether all of `keys` exist. The call does not wait for keys."""
 
     @abstractmethod
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
@@ -105,10 +105,9 @@ class Store(ABC):
 
     @abstractmethod
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """Store `desired` if the value is `expected`. A key that does not exist counts as an empty value.
+        """Store `desired` under `key` if the key's value is `expected`. A key that does not exist counts as an empty value.
 
-        Returns, as in torch: `desired` if it was stored, otherwise the key's value. If the key does not exist and nothing was
-        stored, the result is `expected`.
+        Returns, as in torch: `desired` if it was stored; otherwise the key's value, or `expected` if the key does not exist.
         """
 
     @abstractmethod
@@ -120,7 +119,10 @@ class Store(ABC):
         """Return the number of keys. A store may also count its own internal keys, as torch's FileStore does."""
 
     def clone(self) -> Self:
-        """Make another handle on the same table, with its own time limit. Close no handle while you still use the other."""
+        """Make another handle on the same table, with its own time limit.
+
+        Do not close either handle while you still use the other.
+        """
         made = copy.copy(self)
         _stores.add(made)
         return made
@@ -137,7 +139,7 @@ def _limited(timeout: timedelta | float | None, default_s: float) -> float:
 
 
 def as_bytes(value: bytes | str) -> bytes:
-    """Return a value as the bytes that are stored.
+    """Return `value` as the bytes that a store keeps: a str is encoded as UTF-8.
 
     Raises:
         InvalidArgumentError: the value is neither bytes nor str, or is a str that UTF-8 cannot encode.
@@ -150,7 +152,7 @@ def as_bytes(value: bytes | str) -> bytes:
 
 
 def as_key(key: str) -> str:
-    """Return a key.
+    """Return `key` unchanged if a store accepts this key.
 
     Raises:
         InvalidArgumentError: the key is not a str, or UTF-8 cannot encode it.
@@ -174,7 +176,7 @@ def _as_utf8(text: str) -> bytes:
 
 
 def as_keys(keys: Sequence[str]) -> list[str]:
-    """Return a list of keys. Raise an InvalidArgumentError for a single str, and for an entry that `as_key` refuses."""
+    """Return `keys` as a list. Raise an InvalidArgumentError for a single str, and for an entry that `as_key` refuses."""
     # A single str would be taken for a list of letters.
     if isinstance(keys, (str, bytes)):
         raise InvalidArgumentError(f"expected a list of keys, found the single key {keys!r}; write [{keys!r}]")
@@ -191,9 +193,10 @@ def key_timeout(keys: Iterable[str], where: str, timeout_s: float) -> StoreTimeo
 
 
 def poll(done: Callable[[], bool], scope: CancelScope) -> bool:
-    """Call `done` until it returns true, at least once. Return False if `scope` was over first.
+    """Call `done` again and again until `done` returns true or `scope` is over. Return whether `done` returned true.
 
-    The pauses grow from 1 to 50 milliseconds, with a random part, so that processes do not all call `done` at once.
+    `done` is called at least once. The pauses between the calls grow from 1 to 50 milliseconds, with a random part, so that
+    processes do not all call `done` at once.
     """
     pause_s = _FIRST_PAUSE_S
     while not done():
@@ -256,7 +259,7 @@ class PrefixStore(Store):
         return self._store.delete_key(self._full(key))
 
     def num_keys(self) -> int:
-        """Return the number of keys of the whole underlying store, as torch's PrefixStore does."""
+        """Return the number of all keys of the underlying store, with or without the prefix, as torch's PrefixStore does."""
         return self._store.num_keys()
 
     def _full(self, key: str) -> str:

@@ -27,12 +27,12 @@ SMALLEST, LARGEST = -(2**63), 2**63 - 1
 
 
 def setting(value: bytes) -> Mutation[None]:
-    """Return a `Mutation` that sets the value. The answer is None."""
+    """Return a `Mutation` (see the module `table`) that sets the value of a key. The answer is None."""
     return lambda _: (value, None)
 
 
 def adding(key: str, amount: int) -> Mutation[int]:
-    """Return a `Mutation` that adds `amount` to a value in decimal text. `key` is only for error messages."""
+    """Return a `Mutation` (see the module `table`) that adds `amount` to a number in decimal text. `key` is only for errors."""
 
     def change(old: bytes | None) -> tuple[bytes, int]:
         total = _number(key, old) + amount
@@ -44,7 +44,7 @@ def adding(key: str, amount: int) -> Mutation[int]:
 
 
 def as_amount(key: str, amount: int) -> int:
-    """Return the `amount` of an `add`. `key` is only for the error message.
+    """Return the argument `amount` of `Store.add` as an int. The error message names `key`.
 
     Raises:
         InvalidArgumentError: the amount is not an integer, or does not fit into 64 bits.
@@ -59,7 +59,7 @@ def as_amount(key: str, amount: int) -> int:
 
 
 def decimal(text: bytes) -> int:
-    """Return a number in decimal text: digits, perhaps with a minus before them.
+    """Convert decimal text (digits, perhaps with a minus before them) to a number.
 
     Raises:
         ValueError: `text` is something else, or too long.
@@ -80,7 +80,7 @@ def _number(key: str, value: bytes | None) -> int:
 
 
 def swapping(expected: bytes, desired: bytes) -> Mutation[bytes]:
-    """Return a `Mutation` that sets `desired` if the value is `expected`, as `Store.compare_set` does."""
+    """Return a `Mutation` (see the module `table`) that sets `desired` if the value is `expected`; see `Store.compare_set`."""
 
     def change(old: bytes | None) -> tuple[bytes | None, bytes]:
         if (old or b"") == expected:
@@ -91,7 +91,7 @@ def swapping(expected: bytes, desired: bytes) -> Mutation[bytes]:
 
 
 def removing() -> Mutation[bool]:
-    """Return a `Mutation` that removes the value. The answer says whether there was a value."""
+    """Return a `Mutation` (see the module `table`) that removes the value. The answer says whether there was a value."""
     return lambda old: (None, old is not None)
 
 
@@ -101,9 +101,9 @@ def missing(keys: Iterable[str], present: Container[str]) -> list[str]:
 
 
 def apply(values: dict[str, bytes], key: str, change: Mutation[Answer]) -> Answer:
-    """Carry out `change` on one value of a table in memory, and return the change's answer.
+    """Apply `change` (see the module `table`) to the value of `key` in `values`, and return the answer of `change`.
 
-    No other thread may use the table during the call.
+    No other thread may use `values` during the call.
     """
     new, answer = change(values.get(key))
     if new is None:
@@ -114,11 +114,11 @@ def apply(values: dict[str, bytes], key: str, change: Mutation[Answer]) -> Answe
 
 
 class LockedStore(Store):
-    """A store whose methods change values only by `_apply`. A subclass carries out `_apply` under a lock."""
+    """A store whose methods change values only through `_apply`. A subclass implements `_apply` with a lock."""
 
     @abstractmethod
     def _apply(self, key: str, change: Mutation[Answer]) -> Answer:
-        """Carry out `change` on the value of `key`, atomically, and return the change's answer."""
+        """Apply `change` (see the module `table`) to the value of `key` in one atomic step, and return the change's answer."""
 
     @override
     def set(self, key: str, value: bytes | str) -> None:
@@ -138,7 +138,7 @@ class LockedStore(Store):
 
 
 class _Table:
-    """The values of an `InMemoryStore`, and their lock. A store and its clones share one object."""
+    """The values of an `InMemoryStore`, and the lock for them. An `InMemoryStore` and its clones share one `_Table`."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -146,7 +146,7 @@ class _Table:
 
 
 class InMemoryStore(LockedStore):
-    """A table in this process, for ranks that are threads. All ranks share one object. A forked child has a copy of its own.
+    """A table in this process, for ranks that are threads. All ranks share one store. A forked child has its own copy.
 
     Args:
         timeout: seconds or a timedelta; see `Store`.

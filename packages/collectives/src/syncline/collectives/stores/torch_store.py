@@ -4,7 +4,8 @@ Note [A store that torch can hold]
 ----------------------------------
 Python classes can derive from `torch.distributed.Store`, but there are traps (measured with torch 2.13):
 
-* C++ looks for two methods under their C++ names, `deleteKey` and `getNumKeys`. `PrefixStore.clone` calls `clone`.
+* C++ looks for two methods under their C++ names, `deleteKey` and `getNumKeys`. torch's `PrefixStore.clone` also calls `clone`
+  of the store below.
 * C++ keeps only the C++ half of the object. When the last Python reference is dropped
   (``init_process_group(store=AsTorchStore(s))``), the Python half with the methods is freed. The next call then aborts with an
   internal assertion. So `AsTorchStore` keeps itself alive, until `release` or the end of the process.
@@ -13,17 +14,18 @@ Python classes can derive from `torch.distributed.Store`, but there are traps (m
 
 Note [Waiting in torch's stores]
 --------------------------------
-`FromTorchStore` asks every 1 to 50 ms, because torch's own `wait` breaks our contract in three ways (measured with torch 2.13):
+`FromTorchStore` checks the keys every 1 to 50 ms, because torch's own `wait` breaks our contract in three ways (measured with
+torch 2.13):
 
 * A thread that waits in a TCPStore holds the store's mutex, so it blocks other threads that use this handle.
 * `add` does not wake a thread that waits in a HashStore; the thread returns only at its time limit.
-* A FileStore looks only once per second.
+* In a FileStore, `wait` checks the keys only once per second.
 
 Note [Set in torch's TCPStore]
 ------------------------------
-torch's TCPStore sends a `set` without an answer. So another handle may still see the old value afterwards (10 times in 5,000
-between two handles on one machine). The server answers the requests of a handle in order. So `FromTorchStore` sends one more
-request after a `set`, and waits for its answer.
+The server of torch's TCPStore does not answer a `set`. So another handle may still see the old value afterwards (10 times in
+5,000 between two handles on one machine). The server answers the requests of a handle in order. So `FromTorchStore` sends one
+more request after a `set`, and waits for its answer.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ class AsTorchStore(dist.Store):
         return self._store.add(key, value)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys exist."""
+        """Return whether all keys exist. The call does not wait for keys."""
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -99,7 +101,7 @@ class AsTorchStore(dist.Store):
             self._while_wanted(lambda limit: self._store.wait(keys, limit), keys, limit)
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
-        """As `Store.compare_set`."""
+        """Store `desired_value` if the key's value is `expected_value`; see `Store.compare_set`."""
         return self._store.compare_set(key, expected_value, desired_value)
 
     def delete_key(self, key: str) -> bool:
@@ -107,15 +109,15 @@ class AsTorchStore(dist.Store):
         return self._store.delete_key(key)
 
     def num_keys(self) -> int:
-        """Count the keys."""
+        """Return the number of keys."""
         return self._store.num_keys()
 
     def clone(self) -> AsTorchStore:
-        """Make another object on the same store. Any thread may use the new object."""
+        """Make another `AsTorchStore` over the same Syncline store. Any thread may use the new object."""
         return AsTorchStore(self._store)
 
     def _while_wanted(self, wait: Callable[[timedelta | float], T], keys: Sequence[str], limit: timedelta | float) -> T:
-        """Call `wait`, which waits for the keys. Inside `waits_end_with`, raise a StoreError once the scope is cancelled."""
+        """Wait for the keys by calling `wait`. Within `waits_end_with(scope)`, raise a StoreError once `scope` is cancelled."""
         scope: CancelScope | None = getattr(_here, "scope", None)
         if scope is None:
             return wait(limit)
@@ -137,10 +139,14 @@ class AsTorchStore(dist.Store):
 class FromTorchStore(Store):
     """A store of torch as a `Store` of Syncline.
 
-    Five differences from other stores remain. FileStore counts an internal key in `num_keys`. If several threads or processes
-    delete the same key of a FileStore at the same time, `delete_key` may return true for more than one of them. TCPStore closes
-    the connection of a client that calls `add` on a value that is not a number. If a value begins with a number, such as
-    " 3abc", `add` uses this number. If a sum does not fit into 64 bits, it wraps around without an error.
+    Five differences from Syncline's own stores remain:
+
+    * torch's FileStore counts an internal key in `num_keys`.
+    * If several threads or processes delete the same key of a torch FileStore at the same time, `delete_key` may return true for
+      more than one of them.
+    * torch's TCPStore closes the client's connection after an `add` to a value that is not a number.
+    * If a value begins with a number, such as " 3abc", `add` uses this number.
+    * If a sum does not fit into 64 bits, the sum wraps around without an error.
 
     Args:
         timeout: seconds or a timedelta; None takes the limit that `store` has now.
@@ -156,7 +162,7 @@ class FromTorchStore(Store):
         return f"{name} at {self._store.host}:{self._store.port}" if isinstance(self._store, dist.TCPStore) else name
 
     def set(self, key: str, value: bytes | str) -> None:
-        """As [`Store.set`][syncline.collectives.stores.Store.set]."""
+        """Store a value; see [`Store.set`][syncline.collectives.stores.Store.set]."""
         # See Note [Set in torch's TCPStore].
         name, raw = as_key(key), as_bytes(value)
         with self._explained():
@@ -198,7 +204,7 @@ class FromTorchStore(Store):
             return self._store.compare_set(name, old, new)  # type: ignore[arg-type]  # torch's type says str, but bytes work
 
     def delete_key(self, key: str) -> bool:
-        """As [`Store.delete_key`][syncline.collectives.stores.Store.delete_key]."""
+        """Remove a key; see [`Store.delete_key`][syncline.collectives.stores.Store.delete_key]."""
         # torch's FileStore returns true even if the key did not exist, so first ask whether it exists.
         name = as_key(key)
         with self._explained():
@@ -235,10 +241,10 @@ _here = threading.local()
 
 @contextmanager
 def waits_end_with(scope: CancelScope) -> Iterator[None]:
-    """In this context, a wait of this thread in an `AsTorchStore` raises a `StoreError` once `scope` is cancelled.
+    """Return a context in which this thread's waits in an `AsTorchStore` raise a `StoreError` once `scope` is cancelled.
 
-    C++ code such as Gloo, which waits in the store, knows only its own time limit. A thread must not still wait when the
-    interpreter ends. The thread could not go back through the C++ code, so the process would abort.
+    C++ code such as Gloo, which waits in the store, knows only its own time limit. But no thread may still wait when the
+    interpreter ends: the thread could not return through the C++ code, so the process would abort.
     """
     _here.scope = scope
     try:

@@ -52,7 +52,7 @@ class Folder:
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """Return a context manager that gives a descriptor of the folder, for use as `dir_fd`."""
+        """Return a context manager that opens the folder and gives its file descriptor, for use as `dir_fd`."""
         descriptor = _open_here(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             self._check(self.path, descriptor)
@@ -61,7 +61,7 @@ class Folder:
             os.close(descriptor)
 
     def open_file(self, folder: int, name: str, flags: int) -> int:
-        """Open the file `name` in `folder`, a descriptor from `opened`. Return the file's descriptor.
+        """Open the file `name`, and return the file's descriptor. `folder` is a descriptor of the folder, from `opened`.
 
         `flags` are those of `os.open`.
         """

@@ -74,7 +74,7 @@ def file_rendezvous(
     Raises:
         StoreTimeout: some ranks did not come in time. On rank 0, the message names them.
         StoreUnavailableError: the folder cannot be written, or other users can write it.
-        StoreError: a record in the folder was not written by a rendezvous, or rank 0 answered this rank, and then failed.
+        StoreError: a record in the folder was not written by a rendezvous; or rank 0 failed after it had answered this rank.
         DisagreementError: the ranks were given different values of `world_size`.
         InvalidArgumentError: `rank` is not below `world_size`.
     """
@@ -102,7 +102,7 @@ def file_rendezvous(
 
 
 def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
-    """Say that this process no longer uses `store`, the store of a run. The last process to say so removes the store.
+    """Remove this process from the users of `store`, the store of a run. If it was the last user, also remove the store.
 
     `rendezvous_id` is the value that was passed to `file_rendezvous` or `join_latest_run`. Errors of the store are ignored.
     """
@@ -124,7 +124,7 @@ def join_latest_run(
     are as in `file_rendezvous`.
 
     Raises:
-        StoreTimeout: no run came to the folder in time, or the latest run has ended.
+        StoreTimeout: there was no run that this process could join, and no such run came in time.
         StoreError: a record in the folder was not written by a rendezvous.
     """
     store = FileStore(path, rendezvous_id, timeout)
@@ -169,12 +169,12 @@ def _users(run: str) -> str:
 
 
 def _one_more(count: bytes | None) -> tuple[bytes | None, bool]:
-    """A change (see the module `table`): count one more user. If the run has no count, change nothing, and answer false."""
+    """Count one more user: a change (see the module `table`). If the run has no count, change nothing and return false."""
     return (None, False) if count is None else (str(int(count) + 1).encode(), True)
 
 
 def _one_less(count: bytes | None) -> tuple[bytes | None, bool]:
-    """A change (see the module `table`): count one user less. If this was the last user, remove the count and answer true."""
+    """Count one user less: a change (see the module `table`). After the last user, remove the count and return true."""
     left = int(count or 0) - 1
     return (str(left).encode(), False) if left > 0 else (None, count is not None)
 
@@ -246,9 +246,9 @@ def _gave_up(store: FileStore, rank: int) -> StoreError:
 
 
 class _Offer(NamedTuple):
-    """The record that rank 0 writes: the id of the run, `world_size`, and the random number of each other rank.
+    """The record with which rank 0 answers the other ranks: the run's id, `world_size`, and each other rank's random number.
 
-    The size is 0 if an earlier version of Syncline wrote the offer.
+    `size` is `world_size`, or 0 if an earlier version of Syncline wrote the record.
     """
 
     run: str

@@ -237,7 +237,7 @@ class FileStore(table.LockedStore):
         return list(self._values())
 
     def change(self, key: str, change: table.Mutation[table.Answer]) -> table.Answer:
-        """Carry out `change` on the value of `key`, atomically, and return the change's answer. See the module `table`.
+        """Apply `change` (see the module `table`) to the value of `key` in one atomic step, and return the answer of `change`.
 
         Other kinds of stores lack this method.
         """

@@ -6,7 +6,8 @@ The way of a request, from `set` in a client to the server's answer::
 
 A double line is the network. Before the first request of a connection:
 
-1. `connection._probe` finds an address of the host that accepts connections, and closes the connection of this trial.
+1. `connection._probe` finds an address of the server's host that accepts connections. The connection of this trial is closed
+   again.
 2. `Connection._shake_hands` waits for the end of ZeroMQ's handshake. Meanwhile `ServerLoop._judge` accepts or refuses the
    client's key.
 """

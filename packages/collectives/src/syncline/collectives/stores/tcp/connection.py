@@ -145,7 +145,7 @@ def _context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 def _probe(host: str, port: int, scope: CancelScope) -> str:
-    """Return the address of `host` that accepts connections.
+    """Return the first address of `host` that accepts connections, in ZeroMQ's format.
 
     Raises:
         ProtocolError: another program uses this port.
@@ -171,7 +171,7 @@ def _probe(host: str, port: int, scope: CancelScope) -> str:
 def _connected(host: str, port: int, scope: CancelScope) -> socket.socket:
     """Connect to the first address of `host` that accepts a connection.
 
-    `socket.create_connection` is no help: an address that never answers would use up the time of the addresses after it.
+    `socket.create_connection` is not used: in it, an address that never answers would use up the time for the later addresses.
 
     Raises:
         OSError: no address accepts connections; the error is that of the last address.

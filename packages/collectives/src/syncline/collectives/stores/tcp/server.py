@@ -30,7 +30,7 @@ class TCPStoreServer:
 
     Args:
         host: the one address to listen on, as a number or a name; not a wildcard such as ``0.0.0.0``. On Debian, the machine's
-            own name often means 127.0.1.1 there, which other machines do not reach.
+            own name often means 127.0.1.1, an address that other machines cannot reach.
         port: the port. 0 takes a free port, whose number is then in the attribute `port`.
         secret: at least 16 bytes, known only to the processes of the job; `new_secret` makes one.
         max_message_bytes: the longest message that a client may send; a value must be a little shorter.
@@ -38,7 +38,7 @@ class TCPStoreServer:
 
     Raises:
         StoreUnavailableError: the port is in use, `host` is unknown or not an address of this machine, or pyzmq is missing.
-        InvalidArgumentError: `host` is a wildcard, `port` is impossible, or the secret is too short.
+        InvalidArgumentError: `host` is a wildcard, `port` is not a port number, or the secret is too short.
     """
 
     def __init__(

@@ -10,8 +10,8 @@ key pairs are derived from the secret::
 
 * A client without the secret does not know the server's public key, which is never sent. So the server closes the connection.
   Even a client that knows this public key cannot derive the client's private key, so the server refuses this client.
-* A server without the secret cannot decrypt the client's first message. So the server hangs up. If a program answers all the
-  same, the client cannot decrypt the answer, and disconnects. In both cases the client has sent no request.
+* A server without the secret cannot decrypt the client's first message. So the server hangs up. If a program answers
+  nevertheless, the client cannot decrypt the answer, and disconnects. In both cases the client has sent no request.
 * **Guessing:** a program that pretends to be the server can try many secrets on a client's first message. So a secret has a
   minimum length.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .connection import Connection
 
 GRACE_S = 5.0
-"""The server ends waits at their time limits. If its answer is this many seconds late, the client takes the server for dead."""
+"""The server ends waits at their time limits. If an answer is this many seconds late, the client takes the server for dead."""
 
 
 class TCPStore(ServedStore):
@@ -27,7 +27,7 @@ class TCPStore(ServedStore):
 
     Each thread has its own connection during a call, so a thread that waits blocks no other thread.
 
-    Cost of a call: one round trip; six more if the call makes a new connection.
+    A call costs one round trip, and six more if the call makes a new connection.
 
     If the connection breaks during a call, the call fails and is not repeated, because an `add` might count twice. If the
     connection broke between two calls, the next call connects again. If another server then answers, the call fails.
@@ -170,7 +170,7 @@ class TCPStore(ServedStore):
         connection.close()
 
     def _connect_patiently(self, scope: CancelScope) -> Connection:
-        """Try to connect until there is a server. Errors that will not go away, such as another secret, are raised at once."""
+        """Try to connect until a server answers. Raise an error at once if waiting cannot help, such as for a wrong secret."""
         found: list[Connection] = []
         last: list[OSError] = []
 
