@@ -72,7 +72,7 @@ def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]
 
 
 def some(tensors: Any, call: str) -> list[Any]:
-    """Return the entries of a list that must not be empty.
+    """Return the entries of `tensors` as a list, which must not be empty.
 
     Raises:
         InvalidArgumentError: the list is empty.
@@ -84,7 +84,7 @@ def some(tensors: Any, call: str) -> list[Any]:
 
 
 def only(tensors: Any, what: str) -> Any:
-    """Return the only entry of a list, because a Syncline process takes part with one device only.
+    """Return the only entry of a list. More entries are an error, because a Syncline process uses one device for each call.
 
     Raises:
         InvalidArgumentError: the list has more than one entry, or is empty.
@@ -95,7 +95,7 @@ def only(tensors: Any, what: str) -> Any:
 
 
 class TorchSideWork(dist.Work):
-    """One of Syncline's works as a work of torch.
+    """A work of Syncline in the form of a work of torch.
 
     Args:
         ours: Syncline's work.
@@ -134,23 +134,23 @@ class TorchSideWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the collective has finished, with or without an error."""
+        """Return whether the collective has finished, with or without an error."""
         return self.ours.is_completed()
 
     def is_success(self) -> bool:
-        """Whether the collective has finished without an error."""
+        """Return whether the collective has finished without an error."""
         return self.ours.is_completed() and self.ours.exception() is None
 
     def exception(self) -> BaseException | None:
-        """The error with which the collective failed, or None."""
+        """Return the error with which the collective failed, or None."""
         return self.ours.exception()
 
     def result(self) -> list[torch.Tensor]:
-        """The output tensors."""
+        """Return the output tensors."""
         return self.ours.result()
 
     def source_rank(self) -> int:
-        """The sender's rank in the group, for a receive that has finished.
+        """Return the rank of the sender in the group, for a receive that has finished.
 
         Raises:
             InvalidArgumentError: this is not the work of a receive, or the receive has not finished.
@@ -164,10 +164,10 @@ class TorchSideWork(dist.Work):
 
     @disable_dynamo
     def get_future(self) -> TensorsFuture:
-        """Return a future of the output tensors that also works in C++; see Note [Futures that fail] in `work`.
+        """Return a future of the output tensors, which C++ code can also use; see Note [Futures that fail] in `work`.
 
-        If a callback must wait for a later collective, call the `wait` of the collective's work. If the callback waits for a
-        future that was requested outside of the callback, the wait never ends.
+        If a callback must wait for a later collective, it must call `wait` of the collective's work. If the callback waits for
+        a future that was requested outside of the callback, the wait never ends.
         """
         self._asked()
         future = self.ours.get_future()
@@ -199,11 +199,11 @@ class CoalescedWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether all works have finished."""
+        """Return whether all works have finished."""
         return all(work.is_completed() for work in self._works)
 
     def exception(self) -> BaseException | None:
-        """The first error among the works, or None."""
+        """Return the first error among the works, or None."""
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 
     def result(self) -> list[torch.Tensor]:
@@ -239,8 +239,8 @@ class CallIssuer(dist.ProcessGroup):
     reference to the latest works of all-reduces of one number.
 
     torch 2.6 keeps only the C++ half of every work, and may wait long after the call. So with torch 2.6, the group keeps each
-    work until C++ or Python waits for the work or asks for its future. C++ may ask for the future and also wait, so the group
-    keeps the work a little longer.
+    work until C++ or Python waits for the work or asks for its future. After that, the group keeps the work a little longer,
+    because C++ may do both.
 
     Args:
         ours: the Syncline group, which becomes `syncline_group`.
@@ -294,7 +294,7 @@ class CallIssuer(dist.ProcessGroup):
         return _FINISHED
 
     def _held(self, work: Work, limit_s: float | None) -> TorchSideWork:
-        """Keep the work alive, because C++ does not; see Note [A work that only C++ holds]."""
+        """Return a work for torch, and keep the work alive, because C++ does not; see Note [A work that only C++ holds]."""
 
         def asked(one: TorchSideWork) -> None:
             self._kept.append(one)
@@ -318,7 +318,7 @@ class CallIssuer(dist.ProcessGroup):
         return work
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Join all calls until `_end_coalescing` into one work. Each call is still issued at once."""
+        """Until `_end_coalescing`, collect the works of all calls into one work. Each call is still issued immediately."""
         if self._coalesced is not None:
             raise MisuseError(f"coalescing on {self.syncline_group.place()} was started before; end that first")
         self._coalesced = []

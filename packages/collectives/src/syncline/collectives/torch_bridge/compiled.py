@@ -7,8 +7,8 @@ Note [Kernels of torch and the GIL]
 A kernel of torch that is called from Python (`call_boxed`) keeps the GIL. A kernel that puts a collective into the queue of a
 Gloo group waits for the queue's lock. The queue's thread may hold this lock while it drops a tensor that Python has seen. To
 drop the tensor, the queue's thread needs the GIL, so both threads wait for ever. So two of our kernels also serve torch's
-groups: they call a method of the group, which releases the GIL. Batches of sends and receives on torch's groups do not use the
-queue, and still go to torch's kernel.
+groups: they call a method of the group, and this method releases the GIL. Batches of sends and receives on torch's groups do
+not use the queue, and still go to torch's kernel.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _served: dict[str, torch.library.Library] = {}
 
 
 def serve(device_types: frozenset[str]) -> None:
-    """Register Syncline's kernels of the three operators, for these types of device. A second call for a type does nothing.
+    """Register Syncline's kernels (see the module `compiled`) for these types of device. A second call does nothing.
 
-    If torch.library has no `get_kernel`, torch's own kernels stay. On Syncline's groups, torch's kernels raise the error that
-    the group has no backend.
+    If torch.library has no `get_kernel`, torch's own kernels stay. On Syncline's groups, torch's own kernels raise an error,
+    which says that the group has no backend.
     """
     for device in device_types - _served.keys():
         if not hasattr(torch.library, "get_kernel"):
@@ -67,7 +67,7 @@ def _reduce_scatter_tensor_out(group: Any, tensor: torch.Tensor, word: str, _: i
 
 
 def _apart(tensor: torch.Tensor, out: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return `tensor`. If the smaller tensor is in the larger tensor's memory, but is not this rank's part, return a copy.
+    """Return `tensor`, or a copy if `tensor` and `out` overlap, but neither is this rank's part of the other.
 
     torch.compile caches programs on disk, so this rank may run a program that was compiled for another rank's part.
     """

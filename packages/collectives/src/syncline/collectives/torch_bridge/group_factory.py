@@ -40,9 +40,8 @@ _excepthooks = (sys.excepthook, sys.excepthook)
 def share_default_group() -> None:
     """Make Syncline's default group the default group of torch.distributed, for libraries that use torch.distributed.
 
-    All ranks must call this function, after Syncline's `init_process_group`. torch makes new groups from this group. torch's
-    `destroy_process_group()` leaves this group open. While the caller handles an exception, `destroy_process_group()` aborts
-    this group.
+    All ranks must call this function, after Syncline's `init_process_group`. From then on, torch makes new groups from this
+    group. torch's `destroy_process_group()` does not close this group, but aborts it if the caller is handling an exception.
 
     If `Elastic` or `hvd.elastic` makes a new default group, torch.distributed gets the new group, too. Then all other groups of
     torch.distributed are destroyed, and the program must make them again. A newcomer (a process that joins the job later) also
@@ -63,7 +62,7 @@ def share_default_group() -> None:
 
 
 def _renew(ours: ProcessGroup) -> None:
-    """If torch.distributed uses the old default group, give it the new default group. All ranks call this function."""
+    """If torch.distributed uses Syncline's old default group, put the new default group in its place. All ranks call this."""
     global _is_unfinished
     world = dist.group.WORLD
     if not _is_unfinished and not (isinstance(world, TorchProcessGroup) and world.is_shared):
@@ -96,7 +95,7 @@ def _give_to_torch(ours: ProcessGroup, store: dist.Store) -> None:
 
 
 def create(torch_name: str, backend: str | None, devices: list[str], options: Any, pg_options: Any) -> TorchProcessGroup:
-    """Make the group that torch asks for. torch calls this function on the group's members.
+    """Make the group that torch asks for. torch calls this function on every rank of the new group.
 
     Args:
         torch_name: the name under which the backend is registered with torch.
@@ -136,7 +135,7 @@ def _forget(torch_name: str) -> None:
 
 
 def _has_all(members: list[int], torch_name: str) -> bool:
-    """Whether a new group has all ranks, and is the first group of its backend."""
+    """Return whether a new group has all ranks, and is the first group of its backend."""
     return torch_name not in _everybody and members == list(range(dist.get_world_size()))
 
 
@@ -208,7 +207,7 @@ def _lack_of_nccl() -> str | None:
 
 
 def _check_device(torch_name: str, devices: list[str], options: Any, ours: ProcessGroup) -> None:
-    """Refuse a device that the backend does not serve, such as "cuda:syncline-mpi", before the first collective."""
+    """Raise an error if torch was told to use the backend for a device that it cannot serve, as in "cuda:syncline-mpi"."""
     asked = _device_asked_for(options.store)
     # If the caller names no device, torch asks for the first of `devices`.
     if asked not in (None, devices[0], *ours.device_types):
@@ -220,7 +219,7 @@ def _check_device(torch_name: str, devices: list[str], options: Any, ours: Proce
 
 
 def _device_asked_for(store: dist.Store) -> str | None:
-    """The device for which torch makes the group, from the prefix of the store's keys; None if unknown."""
+    """Return the type of device for which torch makes the group, from the prefix of the store's keys; None if unknown."""
     parent = getattr(store, "underlying_store", None)
     if parent is None:
         return None

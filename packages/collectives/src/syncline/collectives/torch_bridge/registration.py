@@ -1,4 +1,4 @@
-"""Registers Syncline's backends with torch.distributed when imported. `monitored_barrier` takes groups of torch."""
+"""Importing this module registers Syncline's backends with torch.distributed. `monitored_barrier` takes torch groups."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def register() -> None:
 
 
 def check_torch(version: str, *, is_available: bool) -> None:
-    """Check this version of torch, and that torch has torch.distributed.
+    """Check that torch is new enough, and was built with torch.distributed.
 
     Raises:
         BackendUnavailableError: torch is too old, or was built without torch.distributed.
@@ -65,7 +65,7 @@ def check_torch(version: str, *, is_available: bool) -> None:
 
 
 def devices_there(devices: list[str]) -> list[str]:
-    """Leave out "cuda" if this machine has no CUDA device and the list has other devices."""
+    """Return `devices` without "cuda" if this machine has no CUDA device. A list of "cuda" alone is returned unchanged."""
     # Some libraries make a tensor on each device for which a backend is registered. Without a CUDA device this fails.
     # Counting does not start CUDA if the driver's library is present, so forked children can still use CUDA.
     has_cuda = torch.cuda.device_count() > 0
@@ -91,7 +91,7 @@ def _decline_flight_recorder() -> None:
 
 
 def _close_when_torch_destroys() -> None:
-    """Let `destroy_process_group` of torch 2.6 shut down Syncline's groups. By itself it ends only groups of torch's NCCL."""
+    """Make `destroy_process_group` of torch 2.6 shut down Syncline's groups. Without this, it ends only torch's NCCL groups."""
 
     def shut_down(group: dist.ProcessGroup) -> bool:
         if isinstance(group, TorchProcessGroup):
@@ -130,7 +130,7 @@ def monitored_barrier(
         wait_all_ranks: whether the error names all missing ranks, or only the first.
 
     Raises:
-        CollectiveTimeout: some rank did not call this function in time. On other ranks than rank 0, the message says that rank
-            0 did not answer.
+        CollectiveTimeout: some rank did not call this function in time. On ranks other than 0, the message says that rank 0 did
+            not answer.
     """
     ours(as_process_group(group), timeout, wait_all_ranks)

@@ -31,7 +31,7 @@ _numbers: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 def rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """The function that torch calls for ``init_method="mpi://"``. Yields a store, this process's rank and the number of ranks.
+    """Yield a store, this process's rank and the number of ranks. torch calls this function for ``init_method="mpi://"``.
 
     Without a launcher, this process is the only rank.
 
@@ -53,7 +53,7 @@ def rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator
 
 
 def _asked_for(url: str) -> tuple[int, int]:
-    """The rank and the world size in a URL such as "mpi:?rank=0&world_size=2"; -1 for a number that is missing."""
+    """Return the rank and the world size in a URL such as "mpi:?rank=0&world_size=2". A missing number is -1."""
     parts = urlsplit(url)
     if parts.netloc or parts.path.strip("/"):
         raise InvalidArgumentError(f"expected 'mpi://' and nothing after it (MPI knows where the ranks are), found {url!r}")
@@ -84,7 +84,7 @@ def _over_mpi(launch: Launch, rank: int, world_size: int, timeout_s: float) -> t
 
 
 def store_over(group: ProcessGroup) -> dist.Store:
-    """Make a store for the ranks of a group. All ranks of the group call this. The program can still use the group."""
+    """Make a store for the ranks of a group. All ranks call this function. The program can still use the group."""
     if group.size == 1:
         return dist.HashStore()
     met_in = group.meeting_store()
@@ -98,7 +98,7 @@ def store_over(group: ProcessGroup) -> dist.Store:
 
 
 def _store_of(group: ProcessGroup, timeout_s: float) -> dist.Store:
-    """Make a `GroupStore` over a group. From now on, only the store may use the group. All ranks have just met."""
+    """Make a `GroupStore` over a group that nothing else may use. All ranks call this function right after they have met."""
     # Each store has a thread and MPI communicators, so all ranks close the stores of earlier calls here, together. But if torch
     # has groups now, because our default group has changed (`_renew`), these groups may still use the earlier stores.
     if not dist.is_initialized():

@@ -41,7 +41,7 @@ _AT_ONCE_S = 1e-3
 
 
 class TorchCollectives(CallIssuer):
-    """The methods by which torch calls collectives, sends and receives, on `syncline_group`."""
+    """The methods that torch calls for collectives, sends and receives. They run on the Syncline group `syncline_group`."""
 
     # ---- one tensor on each rank ----
 
@@ -66,7 +66,10 @@ class TorchCollectives(CallIssuer):
 
     @disable_dynamo
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
-        """Combine each tensor, in place, with the tensors at the same index on other ranks. A collective may reduce several."""
+        """Combine each tensor, in place, with the tensors at the same index on other ranks.
+
+        One collective may combine several tensors.
+        """
         mine, reduction = some(tensors, "allreduce_coalesced"), reduction_of(opts)
         return self._issue(
             "all_reduce_coalesced",
@@ -313,8 +316,8 @@ class TorchCollectives(CallIssuer):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error after a time-out names the missing ranks.
 
-        torch calls this method on groups that report the name "gloo". As in torch, a `timeout` of zero does not wait. None or a
-        negative `timeout` means the group's time limit.
+        torch calls this method on groups that report the name "gloo". As in torch, the method does not wait if `timeout` is
+        zero. None or a negative `timeout` means the group's time limit.
         """
         waits_for_nobody = timeout is not None and not timeout
         limit_s = _AT_ONCE_S if waits_for_nobody else time_limit_s(timeout)
@@ -349,7 +352,7 @@ def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op
     All ranks of `group` pass the same number of tensors of the same shape and dtype.
 
     Raises:
-        InvalidArgumentError: there is no tensor, shapes or dtypes differ, or `op` is AVG or PREMUL_SUM, which also scale the
+        InvalidArgumentError: `tensors` is empty; shapes or dtypes differ; or `op` is AVG or PREMUL_SUM, which also scale the
             result.
     """
     tensors = resolved(some(tensors, "allreduce"))
@@ -391,7 +394,7 @@ def _given(splits: Sequence[int] | None) -> Sequence[int] | None:
 def _splits(
     output: torch.Tensor, input: torch.Tensor, sizes: tuple[Sequence[int] | None, Sequence[int] | None], ranks: int
 ) -> tuple[list[int] | None, ...]:
-    """How many rows come from each rank, and how many go to each rank. (None, None) if the tensors or the sizes are wrong."""
+    """Return how many rows come from each rank, and how many go to each rank; (None, None) if tensors or sizes are invalid."""
     if output.shape[1:] != input.shape[1:] or output.dtype != input.dtype:
         return None, None
     both = ((output, sizes[0]), (input, sizes[1]))

@@ -160,7 +160,7 @@ class TorchGroup(ProcessGroup):
     @contextmanager
     @override
     def marked(self, mark: str) -> Iterator[None]:
-        """A context manager that sets a mark: a text that says which part of the program runs. See `ProcessGroup.marked`.
+        """Return a context manager that sets a mark, a text about the part of the program that runs. See `ProcessGroup.marked`.
 
         In this class, `agree_on_calls` compares only the marks of the ranks, not their calls.
         """
@@ -323,12 +323,12 @@ class TorchGroup(ProcessGroup):
         return self._transfer(self.start_recv(wire, src, tag), tensor, deliver, async_op)
 
     def start_send(self, wire: torch.Tensor, dst: int, tag: int) -> TorchRequest:
-        """Begin to send a contiguous tensor, and return the request. Only transports call this; call `send` instead."""
+        """Begin to send a contiguous tensor, and return the request. Only transports call this; other code calls `send`."""
         torch_work = _begun(lambda: self.torch_group.send([bytes_of(wire)], dst, tag))
         return TorchRequest(torch_work, wire, receives=False)
 
     def start_recv(self, wire: torch.Tensor, src: int | None, tag: int) -> TorchRequest:
-        """Begin to receive a contiguous tensor, and return the request. Only transports call this; call `recv` instead."""
+        """Begin to receive a contiguous tensor, and return the request. Only transports call this; other code calls `recv`."""
         into = [bytes_of(wire)]
         group = self.torch_group
         torch_work = _begun(lambda: group.recv_anysource(into, tag) if src is None else group.recv(into, src, tag))
@@ -347,7 +347,7 @@ class TorchGroup(ProcessGroup):
             raise not_the_rank(call, self.place())
 
     def _swaps_cheaper(self, tensor: torch.Tensor) -> bool:
-        """Whether sending this 16-bit tensor to every rank takes fewer bytes than a ring of float32."""
+        """Return whether a direct exchange of this 16-bit tensor moves fewer bytes than a ring all-reduce in float32."""
         # The ring sends `8 * (size - 1) / size` bytes for each element.
         return tensor.dtype in HALVES and tensor.device.type == "cpu" and 1 < self.size < _RING_FROM_RANKS
 
@@ -357,7 +357,7 @@ class TorchGroup(ProcessGroup):
         return gathered, self.torch_group.allgather([[bytes_of(row) for row in gathered]], [bytes_of(wire)])
 
     def _swapped(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
-        """Return the tensors of all ranks, flat, in rank order, and torch's work."""
+        """Start an exchange that gives every rank all tensors. Return the flat tensors in rank order, and torch's work."""
         wire = in_plain_order(tensor).view(-1)
         received = wire.new_empty(self.size - 1, wire.numel())
         counts = [0 if rank == self.rank else wire.numel() for rank in range(self.size)]

@@ -23,11 +23,11 @@ from .torch_collectives import TorchCollectives
 
 
 class UnservedDeviceError(InvalidArgumentError, RuntimeError):
-    """torch asks for a device that the group does not serve. Also a RuntimeError, because torch expects one."""
+    """torch asks for a device that the group does not serve. The class is also a RuntimeError, because torch expects one."""
 
 
 class TorchBackendShim:
-    """The object that torch gets as the backend of a device of a Syncline group. The group carries out all calls."""
+    """The object that torch gets when it asks a Syncline group for the backend of a device. The group carries out all calls."""
 
     supports_splitting = True
     supports_coalescing = False  # torch's word for NCCL's group calls
@@ -37,15 +37,15 @@ class TorchBackendShim:
         self._group = group
 
     def name(self) -> str:
-        """The name under which the backend is registered."""
+        """Return the name under which the backend is registered."""
         return self._group.name()
 
     def rank(self) -> int:
-        """This process's rank."""
+        """Return this process's rank."""
         return self._group.rank()
 
     def size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return self._group.size()
 
     @property
@@ -54,20 +54,20 @@ class TorchBackendShim:
         return Options(self.name(), timedelta(seconds=self._group.syncline_group.timeout_s))
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Always false: torch lets single ranks call `allocate_tensor`, but Syncline's `allocate` needs all ranks."""
+        """Return False: torch lets a single rank call `allocate_tensor`, but Syncline's `allocate` needs all ranks."""
         return False
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         """Do nothing: the ranks are connected already."""
 
     def perform_nocolor_split(self, device: torch.device | None) -> None:
-        """Do nothing. torch calls this on a rank that is in no new group."""
+        """Do nothing. When torch splits a group, torch calls this method on a rank that joins none of the new groups."""
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: the group counts its collectives from 0 on every rank."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time limit of a collective."""
+        """Set the time limit of the group's collectives."""
         self._group.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
@@ -105,8 +105,8 @@ class TorchProcessGroup(TorchCollectives):
     * Some methods have two names, because torch renamed them: `all_gather_single` was `_allgather_base`, and so on.
     * C++ keeps only the C++ half of this object alive. torch's table of groups keeps the Python half alive, until the group is
       destroyed.
-    * The base class stores a group's name in its C++ backends, which Syncline's groups do not have. So this class has methods
-      such as `getGroupName`.
+    * torch's base class would store the group's name in C++ backends, which Syncline's groups do not have. So this class has
+      methods such as `getGroupName`.
     * If the option `asyncOp` is false, torch does not wait for the work. So the call returns only when the collective has
       finished.
     """
@@ -157,23 +157,23 @@ class TorchProcessGroup(TorchCollectives):
 
     @disable_dynamo
     def name(self) -> str:
-        """The name of the backend that the script has asked for."""
+        """Return the name of the backend that the script has asked for."""
         return self._asked_as
 
     _get_backend_name = name
 
     @disable_dynamo
     def getBackendName(self) -> str:  # noqa: N802 - the name that C++ looks for
-        """The name under which the backend is registered. Never "gloo": for "gloo", C++ expects torch's Gloo group."""
+        """Return the name under which the backend is registered; never "gloo", for which C++ expects torch's Gloo group."""
         return self._backend_name
 
     def go_by(self, name: str) -> None:
-        """Make the method `name` return this name from now on. `syncline run` passes the name that the script has asked for."""
+        """From now on, the method `name` returns this name. `syncline run` passes the name that the script has asked for."""
         self._asked_as = name
 
     @disable_dynamo
     def getGroupName(self) -> str:  # noqa: N802 - the name that C++ looks for
-        """The name that torch gives this group, unique among the groups of a job."""
+        """Return the name that torch gave this group. The name is unique among the groups of a job."""
         return self._group_name
 
     @disable_dynamo
@@ -183,7 +183,7 @@ class TorchProcessGroup(TorchCollectives):
 
     @disable_dynamo
     def getGroupDesc(self) -> str:  # noqa: N802 - the name that C++ looks for
-        """The description of this group."""
+        """Return the description of this group."""
         return self._group_description
 
     @disable_dynamo
@@ -208,7 +208,7 @@ class TorchProcessGroup(TorchCollectives):
         return TorchBackendShim(self)
 
     def get_group_store(self) -> dist.Store:
-        """The store that torch gave this group. All ranks of the group can read and write it."""
+        """Return the store that torch gave this group. All ranks of the group can read and write the store."""
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -219,13 +219,13 @@ class TorchProcessGroup(TorchCollectives):
         """Do nothing: the group counts its collectives from 0 on every rank."""
 
     def _get_sequence_number_for_group(self) -> int:
-        """The number of collectives that this rank has issued. If ranks have different numbers, a rank has left out a call."""
+        """Return how many collectives this rank has issued. If ranks have different numbers, a rank has left out a call."""
         return self._collectives_issued
 
     # ---- the end ----
 
     def shutdown(self) -> None:
-        """Finish all calls and close. All ranks call this method, through `destroy_process_group`.
+        """Finish all calls and close the group. All ranks call this method, through `destroy_process_group`.
 
         While the program handles an exception, this method aborts the group instead: other ranks may never call `shutdown`.
         """
@@ -239,7 +239,7 @@ class TorchProcessGroup(TorchCollectives):
             self._closed()
 
     def abort(self) -> None:
-        """Abort without waiting for calls in flight."""
+        """Abort the group without waiting for calls in flight."""
         self.syncline_group.abort()
         self._closed()
 

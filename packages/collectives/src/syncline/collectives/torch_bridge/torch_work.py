@@ -45,11 +45,11 @@ class TorchRequest(Request):
             self._source = source_rank(self._torch_work)
 
     def test(self) -> bool:
-        """Whether `wait` has returned."""
+        """Return whether `wait` has returned. Before that, it is unknown whether the transfer is over."""
         return self._over
 
     def source(self) -> int | None:
-        """Return the sender's rank after a receive is over."""
+        """Return the sender's rank. For a receive from any rank, the result is None until `wait` has returned."""
         return self._source
 
 
@@ -60,7 +60,7 @@ def torch_limit(limit_s: float) -> timedelta:
 
 
 def mapped(error: RuntimeError) -> TransportError:
-    """Turn an error of torch.distributed into a `CollectiveTimeout` or another `TransportError`."""
+    """Return the `CollectiveTimeout` or other `TransportError` that stands for an error of torch.distributed."""
     # After a time-out, Gloo says "Application timeout caused pair closure" in each later call over the connection, even if the
     # later call itself did not wait.
     if "caused pair closure" in str(error):
@@ -77,7 +77,7 @@ def mapped(error: RuntimeError) -> TransportError:
 
 
 class TorchWork(Work):
-    """A work of torch.distributed, and a last step (such as a copy) after the collective.
+    """A `Work` for a work of torch.distributed that may be followed by a last step, such as a copy of the result.
 
     If the program has asked for a future, torch's own thread does the last step. Otherwise the thread that calls `wait` does
     the last step, so that no Python object is left on torch's thread.
@@ -130,7 +130,7 @@ class TorchWork(Work):
         return True
 
     def wait_for(self, limit_s: float) -> bool:
-        """Wait `limit_s` seconds at most. Return whether the work and its last step are over. The caller may call again.
+        """Wait `limit_s` seconds at most. Return whether the work and its last step are over. The caller may wait again.
 
         Raises:
             TransportError: the work failed. If torch's own time limit ended the work, the error is a `CollectiveTimeout`.
@@ -146,7 +146,7 @@ class TorchWork(Work):
             return False
 
     def is_completed(self) -> bool:
-        """Whether the collective and its last step are done."""
+        """Return whether the collective and its last step are done."""
         if self._is_inherited():
             return False
         if self._future is not None:
@@ -225,10 +225,10 @@ class _Delivery:
 
     Note [Who destroys a group]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    The destructor of torch's Gloo group joins Gloo's threads. If the reducer of torch's DDP drops the last reference, the
-    destructor holds the GIL. But a thread that completed a bucket needs the GIL to drop the functions that it called. So a
-    program that drops its model just after backward would hang. To prevent this, we keep each group for some seconds, and until
-    Gloo's threads have dropped the functions that they called.
+    The destructor of torch's Gloo group joins Gloo's threads. If the reducer of torch's DDP drops the last reference to the
+    group, the destructor holds the GIL. But a thread that completed a bucket needs the GIL to drop the functions that it
+    called. So a program that drops its model just after backward would hang. To prevent such a hang, we keep each group for
+    some seconds, and until Gloo's threads have dropped the functions that they called.
     """
 
     def __init__(self, deliver: Callable[[Any], Any], torch_group: Any) -> None:

@@ -14,7 +14,7 @@ groups without an operator, so while a mode is active, a call takes more steps:
 With a `FakeTensorMode`, a call ends after step 1. Some collectives, such as `gather`, have no functional operator.
 These collectives run with the modes switched off, and a tracer gets an error.
 
-Without an active mode, calls skip these steps, which cost more than a small collective.
+Without an active mode, calls skip these steps, because the steps cost more than a small collective.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Seen(NamedTuple):
 
 
 class _Here(threading.local):
-    """The works that groups have issued while this thread calls an operator for `issue`; None at other times."""
+    """The works that groups have issued since `issue` called an operator on this thread; None outside of such a call."""
 
     issued: list[Work] | None = None
 
@@ -67,7 +67,7 @@ _here = _Here()
 
 
 def note_issued(work: Work) -> None:
-    """Remember a work that a group has issued, if this thread is calling an operator for `issue`."""
+    """If `issue` is calling an operator on this thread, remember a work that a group has issued. Otherwise do nothing."""
     if _here.issued is not None:
         _here.issued.append(work)
 
@@ -78,7 +78,7 @@ def issue(group: Any, title: str, seen: Seen | None, issue_unseen: Callable[[], 
     Args:
         group: the `TorchProcessGroup`.
         title: the collective's name in messages.
-        seen: the form in which a tool can see the call; None if torch has no operator for it.
+        seen: the form in which a tool can see the call; None if torch has no operator for the call.
         issue_unseen: issues the call without an operator.
 
     Raises:
@@ -123,7 +123,7 @@ def _issue_seen(group: ProcessGroup, title: str, name: str, seen: Seen) -> Work:
 
 
 def _check_sizes(group: ProcessGroup, title: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], seen: Seen) -> None:
-    """Refuse an output of the wrong size: torch could silently repeat the operator's result to fill it."""
+    """Raise an error if an output has the wrong size. torch could silently repeat the operator's result to fill the output."""
     for tensor, output in zip(inputs, outputs, strict=True):
         large, small, what = (output, tensor, "output") if seen.gathers else (tensor, output, "input")
         problem = checks.not_times(large, small, seen.gathers or seen.scatters or 1, what)
@@ -161,7 +161,7 @@ class SeenWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the collective is over. `wait` may still have to copy the collective's result."""
+        """Return whether the collective is over. `wait` may still have to copy the collective's result."""
         return self._issued.is_completed()
 
     def exception(self) -> BaseException | None:
