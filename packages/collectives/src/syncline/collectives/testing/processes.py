@@ -29,21 +29,21 @@ def run_processes(
 ) -> None:
     """Run `python SCRIPT RANK WORLD_SIZE FOLDER` for every rank, and wait for all ranks.
 
-    The ranks are forks of a server process, which the first call starts and which loads torch once. So changes of the variables
-    PYTHON*, OMP_* and MKL_* after the first call have no effect. All ranks use the same seed for `hash`.
+    The first call starts a server process, which loads torch once. The ranks are forks of this process. So changes of the
+    variables PYTHON*, OMP_* and MKL_* after the first call have no effect. All ranks use the same seed for `hash`.
 
     Args:
         script: the script that each rank runs. `sys.path` begins with the script's folder, followed by the caller's entries.
         world_size: the number of ranks.
         folder: a folder in which the ranks can meet (`init_method="file://FOLDER"`) and write results. Rank R's output is in
             its file `output-R`.
-        timeout_s: time limit of all ranks together, in seconds. At the limit, the ranks print the stacks of their threads and
-            are killed, and this function prints their output.
+        timeout_s: time limit of the whole run, in seconds. At the limit, the ranks print the stacks of their threads and are
+            killed, and this function prints their output.
         killed: the ranks that a signal must kill. All other ranks must exit with status 0.
         preload: modules that the server imports before it forks the ranks, also for later calls.
 
     Raises:
-        AssertionError: a rank (see the message), or the server, did not end as expected.
+        AssertionError: a rank or the server did not end as expected. The message says which.
         subprocess.TimeoutExpired: the ranks reached the time limit.
     """
     # Absolute, because the server has another current directory.
@@ -72,7 +72,7 @@ def run_processes(
 class _RankServer:
     """The server process, which forks ranks. `run` starts the server if there is none.
 
-    Only one thread at a time can call `run`. If this thread stops waiting, the server and its ranks are killed.
+    Only one thread at a time can call `run`. If an error interrupts `run`, the server and its ranks are killed.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Agreement:
-    """Exchanges small objects between all ranks, by mpi4py, because tests may break Syncline's collectives."""
+    """Exchanges small objects between all ranks. It uses mpi4py, because tests may break Syncline's collectives."""
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -52,7 +52,7 @@ class Agreement:
         return [pickle.loads(payloads[start : start + count]) for start, count in zip(starts, counts, strict=True)]
 
     def end_job(self) -> None:
-        """End all ranks."""
+        """End all ranks of the MPI job."""
         abort_job(1)
 
     @staticmethod
@@ -93,9 +93,9 @@ class RankOutcome:
 
 
 def combined(rank_outcomes: list[RankOutcome]) -> str | None:
-    """Compare the outcomes of one phase of a test on all ranks, and return the error message for all ranks.
+    """Return the error message for all ranks, from the outcomes of one phase of a test on each rank.
 
-    Return None if all ranks passed the phase, or if all ranks skipped the phase.
+    If all ranks passed the phase, or all ranks skipped the phase, there is no error: return None.
     """
     outcomes = {rank_outcome.outcome for rank_outcome in rank_outcomes}
     if len(outcomes) == 1 and "failed" not in outcomes:
@@ -151,7 +151,7 @@ class RankPlugin:
     # ---- hooks ----
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Note the errors of the collection. Ranks above 0 print nothing, so rank 0 prints their errors."""
+        """Note errors that pytest found while collecting tests. Ranks above 0 print nothing, so rank 0 prints their errors."""
         if report.failed:
             self._collection_errors.append(report.longreprtext)
 
@@ -236,7 +236,7 @@ class RankPlugin:
     def _exchange(self, value: T, place: str, patience_s: float, words: str = "") -> list[T]:
         """Return the values of all ranks.
 
-        End the job unless all ranks call this method within `patience_s` seconds, with the same `place`.
+        If a rank does not call this method within `patience_s` seconds, or calls it with another `place`, end the job.
         """
         try:
             everyone: list[tuple[str, T]] = self._agreement.exchange((place, value), CancelScope(patience_s))

@@ -22,8 +22,8 @@ def run_ranks(world_size: int, body: Callable[..., T], *args: Any, timeout_s: fl
     """Test a function on several ranks in one process: run `body(group, *args)` on every rank of a new group.
 
     Each rank has its own thread. When one rank raises an error, the group is aborted, so that the other ranks end, too. Then
-    `run_ranks` raises this first error, with a note that names the rank. A collective that nobody waited for counts, too: if it
-    fails, `run_ranks` raises its error.
+    `run_ranks` raises this first error, with a note that names the rank. If a collective that nobody waited for fails,
+    `run_ranks` raises the collective's error.
 
     Args:
         world_size: the number of ranks.
@@ -91,7 +91,7 @@ class _Ranks(Generic[T]):
             raise self._annotated(*self._first_failure)
 
     def close(self) -> None:
-        """Close all groups. Raise the error of a call that nobody has waited for."""
+        """Close all groups. If a call failed that nobody has waited for, raise the call's error."""
         for rank in self.members:
             try:
                 rank.group.close()

@@ -89,7 +89,7 @@ def a_megabyte_fits(open_store: OpenStore) -> None:
 
 
 def add_counts_in_decimal_text(open_store: OpenStore) -> None:
-    """Check `add` for a missing key, for a number that `set` wrote, and for negative sums. `get` must return a sum as text."""
+    """Check `add` for a missing key, for a number that `set` wrote, and for negative sums. `get` must return decimal text."""
     one, other = open_store(), open_store()
     _expect(one.add("count", 5), 5, "add to an absent key")
     _expect(other.add("count", -7), -2, "add through another handle")
@@ -325,7 +325,7 @@ def threads_may_share_a_handle(open_store: OpenStore) -> None:
 
 
 def compare_set_lets_one_win(open_store: OpenStore) -> None:
-    """Check that exactly one of several threads makes each step of a counter with `compare_set`."""
+    """Check threads that count up with `compare_set`: for each number, exactly one thread must succeed."""
 
     def advance(rank: int) -> list[int]:
         store = open_store()

@@ -9,7 +9,7 @@ from .values import LARGE_NUMEL, LAYOUTS, MOVABLE_DTYPES, SAME_SHAPE, Check, Lai
 
 
 def every_dtype(group: ProcessGroup) -> None:
-    """Check that output r holds rank r's values, and that the input does not change."""
+    """Check all_gather with every dtype: output r must hold rank r's values, and the input must not change."""
     for dtype in MOVABLE_DTYPES:
         tensor = bits((13,), group.rank, dtype)
         outputs = [torch.zeros(13, dtype=dtype) for _ in range(group.size)]
@@ -20,7 +20,7 @@ def every_dtype(group: ProcessGroup) -> None:
 
 
 def every_layout(group: ProcessGroup) -> None:
-    """Check strided inputs and outputs. The memory between a tensor's elements must not change."""
+    """Check all_gather with strided inputs and outputs. The memory between a tensor's elements must not change."""
     for layout in LAYOUTS:
         mine = Laid(layout, values(layout.shape, group.rank))
         outputs = [Laid(layout, values(layout.shape, group.size)) for _ in range(group.size)]
@@ -31,7 +31,7 @@ def every_layout(group: ProcessGroup) -> None:
 
 
 def layouts_differ(group: ProcessGroup) -> None:
-    """Check layouts that differ between ranks, and between input and outputs."""
+    """Check all_gather with memory layouts that differ between ranks, and between input and outputs."""
     laid = [Laid(layout, values(layout.shape, group.rank)) for layout in SAME_SHAPE]
     mine = laid[group.rank % len(laid)]
     outputs = [Laid(SAME_SHAPE[(group.rank + r) % len(laid)], values((4, 5), group.size)) for r in range(group.size)]
@@ -41,7 +41,7 @@ def layouts_differ(group: ProcessGroup) -> None:
 
 
 def into_rows_and_columns(group: ProcessGroup) -> None:
-    """Check outputs that are rows or columns of one tensor."""
+    """Check all_gather with outputs that are rows or columns of one tensor."""
     rows = torch.zeros(group.size, 7)
     group.all_gather(list(rows), values((7,), group.rank))
     columns = torch.zeros(7, group.size)
@@ -52,7 +52,7 @@ def into_rows_and_columns(group: ProcessGroup) -> None:
 
 
 def input_is_one_of_the_outputs(group: ProcessGroup) -> None:
-    """Check an input that is also one of the outputs, for this rank or for another rank."""
+    """Check all_gather with an input that is also one of the outputs, for this rank or for another rank."""
     for shift in range(group.size):
         rows = torch.zeros(group.size, 7)
         mine = rows[(group.rank + shift) % group.size]
@@ -63,7 +63,7 @@ def input_is_one_of_the_outputs(group: ProcessGroup) -> None:
 
 
 def large(group: ProcessGroup) -> None:
-    """Check tensors of `LARGE_NUMEL` elements, which are all different."""
+    """Check all_gather with tensors of `LARGE_NUMEL` elements, which are all different."""
     index = torch.arange(LARGE_NUMEL, dtype=torch.int64)
     outputs = [torch.empty_like(index) for _ in range(group.size)]
     group.all_gather(outputs, index * group.size + group.rank)
@@ -72,7 +72,7 @@ def large(group: ProcessGroup) -> None:
 
 
 def lazily_conjugated(group: ProcessGroup) -> None:
-    """Check lazy conjugates (`is_conj`), as input and as outputs."""
+    """Check all_gather with lazy conjugates (`is_conj`) as input and as outputs."""
     mine = torch.complex(values((5,), group.rank), values((5,), group.rank + 1))
     outputs = [torch.zeros(5, dtype=torch.complex64) for _ in range(group.size)]
     group.all_gather(outputs, mine.conj())

@@ -33,9 +33,9 @@ _NUMEL = 60
 
 
 def every_dtype_and_reduction(group: ProcessGroup) -> None:
-    """Check every dtype with every reduction.
+    """Check all_reduce with every dtype and every reduction.
 
-    The result must be right if `DTYPES_OF` has the dtype for the reduction. Otherwise the group must refuse the call.
+    If `DTYPES_OF` lists the dtype for the reduction, the result must be right. Otherwise the group must refuse the call.
     """
     computed = set()
     for op in ReduceOp:
@@ -60,7 +60,7 @@ def _check_cell(group: ProcessGroup, op: ReduceOp, dtype: torch.dtype) -> None:
 
 
 def every_layout(group: ProcessGroup) -> None:
-    """Check that strided tensors are reduced in place. The memory between a tensor's elements must not change."""
+    """Check that all_reduce works in place on strided tensors. The memory between a tensor's elements must not change."""
     for layout in LAYOUTS:
         for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.complex64):
             laid = Laid(layout, terms(layout.shape, group.rank, dtype))
@@ -69,7 +69,7 @@ def every_layout(group: ProcessGroup) -> None:
 
 
 def layouts_differ_between_ranks(group: ProcessGroup) -> None:
-    """Check tensors of one shape whose memory layouts differ between ranks."""
+    """Check all_reduce with tensors of one shape whose memory layouts differ between ranks."""
     for shift in range(len(SAME_SHAPE)):
         layout = SAME_SHAPE[(group.rank + shift) % len(SAME_SHAPE)]
         laid = Laid(layout, terms(layout.shape, group.rank))
@@ -78,7 +78,7 @@ def layouts_differ_between_ranks(group: ProcessGroup) -> None:
 
 
 def large(group: ProcessGroup) -> None:
-    """Check tensors of `LARGE_NUMEL` elements."""
+    """Check all_reduce with tensors of `LARGE_NUMEL` elements."""
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         tensor = terms((LARGE_NUMEL,), group.rank, dtype)
         group.all_reduce(tensor)
@@ -86,7 +86,7 @@ def large(group: ProcessGroup) -> None:
 
 
 def same_bits_everywhere(group: ProcessGroup) -> None:
-    """Check that all ranks get the same bits from random inputs."""
+    """Check that all_reduce of random inputs gives the same bits on all ranks."""
     generator = torch.Generator().manual_seed(4321 + group.rank)
     for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.PREMUL_SUM):
         for dtype in sorted((FLOATS | COMPLEX) & DTYPES_OF[op], key=str):
@@ -108,7 +108,7 @@ def _expect_same_everywhere(group: ProcessGroup, tensor: torch.Tensor, what: str
 
 
 def halves_round_once(group: ProcessGroup) -> None:
-    """Check that float16 and bfloat16 are added in float32, also by reduce and reduce_scatter."""
+    """Check that all_reduce, reduce and reduce_scatter_tensor add float16 and bfloat16 in float32."""
     for dtype, big in ((torch.bfloat16, 256), (torch.float16, 2048)):
         tensor = torch.full((9,), big if group.rank == 0 else 1, dtype=dtype)
         expected = torch.tensor(float(big + group.size - 1)).to(dtype).expand(9)
@@ -121,7 +121,7 @@ def halves_round_once(group: ProcessGroup) -> None:
 
 
 def extremes(group: ProcessGroup) -> None:
-    """Check the smallest numbers, infinities, and numbers whose sum is too large without the factor of PREMUL_SUM."""
+    """Check sums of the smallest numbers, MIN and MAX of infinities, and PREMUL_SUM of numbers whose plain sum overflows."""
     for dtype in sorted(FLOATS, key=str):
         smallest = torch.zeros(5 * dtype.itemsize, dtype=torch.uint8)
         smallest[:: dtype.itemsize] = 1  # the last bit of each element
@@ -138,7 +138,7 @@ def extremes(group: ProcessGroup) -> None:
 
 
 def infinities_and_nans(group: ProcessGroup) -> None:
-    """Check that an inf or nan of one rank reaches all ranks, also by reduce and reduce_scatter."""
+    """Check that an inf or nan of one rank reaches all ranks through all_reduce, reduce and reduce_scatter."""
     last = group.size - 1
     for op in (ReduceOp.SUM, ReduceOp.AVG):
         for dtype in sorted(FLOATS, key=str):
@@ -162,7 +162,7 @@ def infinities_and_nans(group: ProcessGroup) -> None:
 
 
 def integers_are_averaged_towards_zero(group: ProcessGroup) -> None:
-    """Check that the mean of integers is rounded towards zero."""
+    """Check that all_reduce rounds the mean (AVG) of integers towards zero."""
     for dtype in (torch.int8, torch.int32, torch.int64):
         tensor = torch.tensor([7, -7, 3 * group.size], dtype=dtype) if group.rank == 0 else torch.zeros(3, dtype=dtype)
         group.all_reduce(tensor, ReduceOp.AVG)
@@ -171,7 +171,7 @@ def integers_are_averaged_towards_zero(group: ProcessGroup) -> None:
 
 
 def truth_values(group: ProcessGroup) -> None:
-    """Check bool tensors: the sum is a logical or, and the product is a logical and, as in torch."""
+    """Check all_reduce of bool tensors: the sum is a logical or, and the product is a logical and, as in torch."""
     mine = torch.tensor([group.rank == 0, True, False])
     for op, expected in ((ReduceOp.SUM, [True, True, False]), (ReduceOp.PRODUCT, [group.size == 1, True, False])):
         tensor = mine.clone()
@@ -180,7 +180,7 @@ def truth_values(group: ProcessGroup) -> None:
 
 
 def lazily_conjugated(group: ProcessGroup) -> None:
-    """Check lazy conjugates and negations: the values count, not the bytes in memory."""
+    """Check all_reduce of lazy conjugates and negations: the values count, not the bytes in memory."""
     numbers = torch.complex(terms((6,), group.rank), terms((6,), group.rank + 1))
     tensor = numbers.clone().conj()
     group.all_reduce(tensor)
@@ -192,7 +192,7 @@ def lazily_conjugated(group: ProcessGroup) -> None:
 
 
 def parameters(group: ProcessGroup) -> None:
-    """Check that a parameter is reduced like any other tensor, and that autograd does not record the reduction."""
+    """Check that all_reduce treats a parameter as any other tensor, and that autograd does not record the reduction."""
     for op, factor in ((ReduceOp.SUM, 1.0), (premul_sum(0.5), 0.5)):
         parameter = torch.nn.Parameter(terms((7,), group.rank))
         group.all_reduce(parameter, op)
@@ -201,7 +201,7 @@ def parameters(group: ProcessGroup) -> None:
 
 
 def parameter_on_one_rank(group: ProcessGroup) -> None:
-    """Check that autograd records nothing on a rank that passes a plain tensor, while the tensor of rank 0 is a parameter."""
+    """Check that autograd records nothing on a rank that reduces a plain tensor, even if rank 0 reduces a parameter."""
     tensor = terms((7,), group.rank)
     if group.rank == 0:
         tensor = torch.nn.Parameter(tensor)

@@ -17,7 +17,7 @@ def _parcel(src: int, dst: int, shape: tuple[int, ...], dtype: torch.dtype | Non
 
 
 def lists(group: ProcessGroup) -> None:
-    """Check that output s of rank r equals input r of rank s."""
+    """Check all_to_all: output s of rank r must equal input r of rank s."""
     for dtype in MOVABLE_DTYPES:
         inputs = [_parcel(group.rank, dst, (4, 3), dtype) for dst in range(group.size)]
         outputs = [torch.zeros(4, 3, dtype=dtype) for _ in range(group.size)]
@@ -27,7 +27,7 @@ def lists(group: ProcessGroup) -> None:
 
 
 def lists_of_different_shapes(group: ProcessGroup) -> None:
-    """Check strided tensors whose sizes differ between pairs of ranks. Some are empty."""
+    """Check all_to_all with strided tensors whose sizes differ between pairs of ranks. Some are empty."""
     inputs = [_parcel(group.rank, dst, (2 * group.rank + dst, 3)) for dst in range(group.size)]
     outputs = [torch.zeros(3, 2 * src + group.rank).t() for src in range(group.size)]
     group.all_to_all(outputs, [entry.t().contiguous().t() for entry in inputs])
@@ -36,7 +36,7 @@ def lists_of_different_shapes(group: ProcessGroup) -> None:
 
 
 def single_even(group: ProcessGroup) -> None:
-    """Check a call without splits: every rank sends the same number of rows to every rank."""
+    """Check all_to_all_single without splits: every rank sends the same number of rows to every rank."""
     for dtype in MOVABLE_DTYPES:
         tensor = torch.cat([_parcel(group.rank, dst, (2, 3), dtype) for dst in range(group.size)])
         output = torch.zeros(2 * group.size, 3, dtype=dtype)
@@ -46,7 +46,7 @@ def single_even(group: ProcessGroup) -> None:
 
 
 def single_uneven(group: ProcessGroup) -> None:
-    """Check a call with splits that differ between pairs of ranks. Some pairs exchange no rows."""
+    """Check all_to_all_single with splits that differ between pairs of ranks. Some pairs exchange no rows."""
     sent = [(group.rank + dst) % 3 for dst in range(group.size)]
     received = [(src + group.rank) % 3 for src in range(group.size)]
     tensor = torch.cat([_parcel(group.rank, dst, (rows, 4)) for dst, rows in enumerate(sent)])
@@ -57,7 +57,7 @@ def single_uneven(group: ProcessGroup) -> None:
 
 
 def large(group: ProcessGroup) -> None:
-    """Check large tensors, which MPI does not buffer: each send waits for its receiver."""
+    """Check all_to_all_single of a large tensor: MPI does not buffer large messages, so each send waits for its receiver."""
     tensor = torch.stack([_parcel(group.rank, dst, (LARGE_NUMEL,)) for dst in range(group.size)])
     output = torch.zeros_like(tensor)
     group.all_to_all_single(output, tensor)
@@ -66,7 +66,7 @@ def large(group: ProcessGroup) -> None:
 
 
 def refusals(group: ProcessGroup) -> None:
-    """Check that the group refuses wrong splits, rows that do not match, overlapping memory, and too few tensors."""
+    """Check that wrong splits, rows that do not match, overlapping memory, and too few tensors are refused."""
     tensor, single = torch.zeros(group.size, 3), group.all_to_all_single
     wrong = [*[1] * (group.size - 1), 2]
     for name, call, mentions in (

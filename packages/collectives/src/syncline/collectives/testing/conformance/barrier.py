@@ -12,7 +12,7 @@ from .values import Check, CheckError, expect, expect_equal, sum_of_terms, terms
 
 
 def waits_for_all(group: ProcessGroup) -> None:
-    """Check that no rank leaves before the last rank has come, by the node's clock.
+    """Check, by the node's clock, that no rank leaves a barrier before the last rank has come.
 
     On several nodes, this check always passes.
     """

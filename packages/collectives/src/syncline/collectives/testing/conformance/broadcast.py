@@ -9,7 +9,7 @@ from .values import LARGE_NUMEL, LAYOUTS, MOVABLE_DTYPES, SAME_SHAPE, Check, Lai
 
 
 def every_root_and_dtype(group: ProcessGroup) -> None:
-    """Check that the root's bits reach all ranks, for every root and dtype."""
+    """Check broadcast with every root and dtype: the root's bits must reach all ranks."""
     moved = set()
     for root in range(group.size):
         for dtype in MOVABLE_DTYPES:
@@ -21,7 +21,7 @@ def every_root_and_dtype(group: ProcessGroup) -> None:
 
 
 def every_layout(group: ProcessGroup) -> None:
-    """Check strided tensors on the root and on the other ranks. The memory between a tensor's elements must not change."""
+    """Check broadcast of strided tensors, on all ranks. The memory between a tensor's elements must not change."""
     for root in range(group.size):
         for layout in LAYOUTS:
             laid = Laid(layout, values(layout.shape, group.rank))
@@ -30,7 +30,7 @@ def every_layout(group: ProcessGroup) -> None:
 
 
 def layouts_differ_between_ranks(group: ProcessGroup) -> None:
-    """Check memory layouts that differ between ranks."""
+    """Check broadcast with memory layouts that differ between ranks."""
     for root in range(group.size):
         for shift in range(len(SAME_SHAPE)):
             layout = SAME_SHAPE[(group.rank + shift) % len(SAME_SHAPE)]
@@ -40,7 +40,7 @@ def layouts_differ_between_ranks(group: ProcessGroup) -> None:
 
 
 def large(group: ProcessGroup) -> None:
-    """Check tensors of `LARGE_NUMEL` elements, which are all different."""
+    """Check broadcast of tensors of `LARGE_NUMEL` elements, which are all different."""
     root = group.size - 1
     index = torch.arange(LARGE_NUMEL, dtype=torch.int64)
     tensor = index * group.size + group.rank
@@ -49,7 +49,7 @@ def large(group: ProcessGroup) -> None:
 
 
 def lazily_conjugated(group: ProcessGroup) -> None:
-    """Check a root's lazy conjugate: the other ranks must get the conjugated values."""
+    """Check broadcast of a lazy conjugate: the other ranks must get the conjugated values."""
     mine = torch.complex(values((5,), group.rank), values((5,), group.rank + 1))
     for root in range(group.size):
         tensor = mine.clone().conj() if group.rank == root else mine.clone()

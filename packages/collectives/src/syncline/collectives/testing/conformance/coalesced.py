@@ -13,7 +13,7 @@ _BUFFER_SIZES_BYTES = (1, 40, 1000, 250 * 1024 * 1024)
 
 
 def every_buffer_size(group: ProcessGroup) -> None:
-    """Check every root and several buffer sizes, below and above the tensors' sizes."""
+    """Check broadcast_coalesced with every root, and with buffer sizes below and above the tensors' sizes."""
     shapes = [(3,), (), (0,), (500,), (7, 9), (1,), (2, 0, 3), (300,), (4, 4)]
     for root in range(group.size):
         for size_bytes in _BUFFER_SIZES_BYTES:
@@ -24,7 +24,7 @@ def every_buffer_size(group: ProcessGroup) -> None:
 
 
 def mixed_dtypes(group: ProcessGroup) -> None:
-    """Check a list with alternating dtypes. A buffer holds one dtype."""
+    """Check broadcast_coalesced with tensors of alternating dtypes. A buffer holds one dtype."""
     root = group.size - 1
     dtypes = MOVABLE_DTYPES * 2
     for size_bytes in _BUFFER_SIZES_BYTES:
@@ -35,7 +35,7 @@ def mixed_dtypes(group: ProcessGroup) -> None:
 
 
 def every_layout(group: ProcessGroup) -> None:
-    """Check that tensors of every layout get the root's values. The memory between a tensor's elements must not change."""
+    """Check broadcast_coalesced with every layout. The memory between a tensor's elements must not change."""
     root = group.size // 2
     laid = [Laid(layout, values(layout.shape, group.rank)) for layout in LAYOUTS]
     broadcast_coalesced([one.tensor for one in laid], group=group, root=root, buffer_size_bytes=100)
@@ -44,7 +44,7 @@ def every_layout(group: ProcessGroup) -> None:
 
 
 def nothing_to_send(group: ProcessGroup) -> None:
-    """Check that an empty list is accepted, and that an invalid buffer size is refused."""
+    """Check that broadcast_coalesced accepts an empty list, and refuses an invalid buffer size."""
     broadcast_coalesced([], group=group)
     for size_bytes in (0, -1):
 
@@ -55,7 +55,7 @@ def nothing_to_send(group: ProcessGroup) -> None:
 
 
 def model_state(group: ProcessGroup) -> None:
-    """Check the parameters and buffers of a module."""
+    """Check broadcast_coalesced of the parameters and buffers of a module."""
     torch_state = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
     tensors = [*torch_state.parameters(), *torch_state.buffers()]
     with torch.no_grad():

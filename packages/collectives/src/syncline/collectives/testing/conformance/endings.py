@@ -44,7 +44,7 @@ def after_close(group: ProcessGroup) -> None:
 
 
 def at_the_time_limit(name: str, group: ProcessGroup) -> None:
-    """Check that a call ends at the time limit, although other ranks do not call. This check leaves the group aborted.
+    """Check that a call ends at its time limit if no other rank takes part. This check leaves the group aborted.
 
     Rank 1 makes the call with this name. The other ranks wait longer, for a message that rank 1 does not send.
     """
@@ -93,10 +93,10 @@ def _waiting_call(name: str, group: ProcessGroup) -> Work:
 
 
 def after_different_calls(group: ProcessGroup) -> None:
-    """Check that the group notices if the ranks make different calls, at the latest in the next barrier.
+    """Check that an error comes, in the next barrier at the latest, if the ranks make different calls.
 
-    The calls differ only in their marks, so they do no harm in a library that carries them out. This check leaves the group
-    aborted.
+    The calls differ only in their marks (see `ProcessGroup.marked`), so a library such as MPI can still carry out the calls.
+    This check leaves the group aborted.
     """
     if group.size == 1:
         return

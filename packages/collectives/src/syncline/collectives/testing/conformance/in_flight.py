@@ -13,7 +13,7 @@ from .values import Check, CheckError, expect, expect_equal, expect_raises, sum_
 
 
 def waited_for_backwards(group: ProcessGroup) -> None:
-    """Check sixteen collectives of different sizes in flight. The program waits for the last collective first."""
+    """Check sixteen collectives of different sizes in flight together. The check waits for them in reverse order."""
     tensors = [terms((1 + 997 * number,), group.rank) + number for number in range(16)]
     works = [group.all_reduce(tensor, async_op=True) for tensor in tensors]
     for number in reversed(range(16)):
@@ -25,7 +25,7 @@ def waited_for_backwards(group: ProcessGroup) -> None:
 
 
 def of_all_kinds(group: ProcessGroup) -> None:
-    """Check different collectives in flight together, and then a blocking collective."""
+    """Check different collectives that are in flight together, followed by a blocking collective."""
     root = group.size - 1
     summed, copied, flagged = (
         terms((5001,), group.rank),
@@ -50,7 +50,7 @@ def of_all_kinds(group: ProcessGroup) -> None:
 
 
 def futures(group: ProcessGroup) -> None:
-    """Check that a future's value is the list of outputs, and that callbacks chain as in torch, even after `wait`."""
+    """Check that a future's value is the list of outputs, and that callbacks can be chained as in torch, even after `wait`."""
     for async_op in (False, True):
         tensor = terms((11,), group.rank)
         work = group.all_reduce(tensor, async_op=async_op)
@@ -79,7 +79,7 @@ def no_truth_value(group: ProcessGroup) -> None:
 
 
 def a_callback_that_raises(group: ProcessGroup) -> None:
-    """Check that an error of a callback reaches only the chained future."""
+    """Check that an error in a callback reaches only the future that `then` returned."""
 
     def fail(_: torch.futures.Future[list[torch.Tensor]]) -> None:
         raise ValueError("the callback's own error")

@@ -11,7 +11,7 @@ from .values import expect as expect_tensor
 
 
 def gathered(group: ProcessGroup) -> None:
-    """Check that each rank gets all objects, of different types and lengths, in the order of the ranks."""
+    """Check that each rank gets the objects of all ranks, of different types and lengths, in the order of the ranks."""
     kinds = [{"rank": group.rank, "text": "ä" * 100 * group.rank}, None, list(range(1000 * group.rank))]
     for shift in range(len(kinds)):
         everyone = exchange_objects((group.rank, kinds[(group.rank + shift) % 3]), group=group)
@@ -21,14 +21,14 @@ def gathered(group: ProcessGroup) -> None:
 
 
 def gathered_bytes(group: ProcessGroup) -> None:
-    """Check that bytes keep their length, even if they end with zeros or are empty."""
+    """Check that gathered bytes keep their length, even if the bytes end with zeros or are empty."""
     for longest in (0, 1, 300):
         everyone = all_gather_bytes(bytes(longest * group.rank), group=group)
         expect_equal(everyone, [bytes(longest * rank) for rank in range(group.size)], "bytes of all ranks")
 
 
 def allocated_memory(group: ProcessGroup) -> None:
-    """Check that `allocate` returns a flat tensor of the requested size and dtype, which collectives accept.
+    """Check that `allocate` returns a flat tensor of the requested size and dtype, and that collectives accept the tensor.
 
     One size is passed as an integer of 8 bits, although the number of bytes does not fit into 8 bits.
     """

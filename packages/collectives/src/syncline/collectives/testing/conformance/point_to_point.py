@@ -12,7 +12,7 @@ from .values import LARGE_NUMEL, LAYOUTS, MOVABLE_DTYPES, Check, Laid, bits, exp
 
 
 def ring(group: ProcessGroup) -> None:
-    """Check every dtype and layout in a ring, from the left neighbour to the right neighbour."""
+    """Check send and recv with every dtype and layout: each rank sends to its right neighbour in a ring."""
     if group.size == 1:
         return
     left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
@@ -46,9 +46,10 @@ def both_send_first(group: ProcessGroup) -> None:
 
 
 def tags(group: ProcessGroup) -> None:
-    """Check that a receive, also from any rank, gets the oldest message with its tag, whatever else was sent earlier.
+    """Check that a receive gets the oldest message with its tag, even if messages with other tags were sent earlier.
 
-    A sender passes one of the tags as an integer of 8 bits. A comparison of this integer with a large number would overflow.
+    The receives name a sender, or take messages from any rank. A sender passes one of the tags as an integer of 8 bits. A
+    comparison of this integer with a large number would overflow.
     """
     if group.size == 1:
         return
@@ -72,7 +73,7 @@ def tags(group: ProcessGroup) -> None:
 
 
 def apart_from_other_calls(group: ProcessGroup) -> None:
-    """Check that a receive in flight gets nothing from a collective or another group, and ends only with its message."""
+    """Check that a receive in flight gets only its own message, and nothing from a collective or from another group."""
     if group.size == 1:
         return
     left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size

@@ -83,15 +83,16 @@ class _Caller:
     layout: str = "plain"
 
     def values(self, rank: int, shape: Sequence[int], dtype: torch.dtype, part: int = 0) -> torch.Tensor:
-        """Return a rank's input: small integers, which every dtype adds exactly."""
+        """Return a rank's input for a call: small integers, whose sum is exact in every dtype."""
         count = torch.Size(shape).numel()
         numbers = torch.arange(count) * (rank + 2) + rank * 5 + self.number * 3 + part * 7
         return (numbers % 4).view(*shape).to(dtype)
 
     def place(self, values: torch.Tensor, group: ProcessGroup, *, is_alike: bool = True) -> Laid:
-        """Make a tensor with these values, in a layout that was drawn.
+        """Make a tensor with these values, in a random layout.
 
-        If the layout has a window, and all ranks make a tensor of this size (`is_alike`), `group` allocates the memory.
+        If `is_alike`, all ranks make a tensor of this size, in the same layout. Then the layout may be in a window: memory that
+        `group` allocates.
         """
         name = self.layout if is_alike else self.own.choice(["plain", "offset", "strided", "transposed"])
         layout, block = _layout(name, values.shape), None

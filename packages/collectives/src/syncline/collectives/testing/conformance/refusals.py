@@ -43,7 +43,7 @@ def overlapping_memory(group: ProcessGroup) -> None:
 
 
 def overlapping_parts(group: ProcessGroup) -> None:
-    """Check that the small tensor may lie inside the large tensor only as this rank's part."""
+    """Check that all_gather_into_tensor and reduce_scatter_tensor refuse a part that overlaps the whole at a wrong place."""
     block = torch.zeros(group.size * 3 + 3)[: group.size * 3]
     across = block.as_strided((3,), (1,), 1)
     _refused(group, "gathering a piece", partial(group.all_gather_into_tensor, block, across), f"part number {group.rank}")
@@ -51,7 +51,7 @@ def overlapping_parts(group: ProcessGroup) -> None:
 
 
 def overlapping_memory_may_be_read(group: ProcessGroup) -> None:
-    """Check that elements of an input may share memory, and that an output of one element may come from `expand`."""
+    """Check that elements of an input may share memory, and that an output of one element may be a result of `expand`."""
     outputs = [torch.empty(3, 4) for _ in range(group.size)]
     group.all_gather(outputs, torch.full((1, 4), float(group.rank)).expand(3, 4))
     for rank, output in enumerate(outputs):

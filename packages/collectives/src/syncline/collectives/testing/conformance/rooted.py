@@ -25,7 +25,7 @@ from .values import (
 
 
 def reduce_every_root_dtype_and_reduction(group: ProcessGroup) -> None:
-    """Check that the root gets the result, and that the tensors of other ranks do not change."""
+    """Check reduce with every root, dtype and reduction: the root gets the result, and other ranks' tensors do not change."""
     reduced = set()
     for op in ReduceOp:
         for dtype in sorted(DTYPES_OF[op], key=str):
@@ -43,7 +43,7 @@ def reduce_every_root_dtype_and_reduction(group: ProcessGroup) -> None:
 
 
 def reduce_every_layout(group: ProcessGroup) -> None:
-    """Check strided tensors. The memory between a tensor's elements must not change."""
+    """Check reduce with strided tensors. The memory between a tensor's elements must not change."""
     root = group.size - 1
     for layout in LAYOUTS:
         laid = Laid(layout, terms(layout.shape, group.rank))
@@ -52,7 +52,7 @@ def reduce_every_layout(group: ProcessGroup) -> None:
 
 
 def gather_every_root_and_dtype(group: ProcessGroup) -> None:
-    """Check that the root's output r holds rank r's values."""
+    """Check gather with every root and dtype: the root's output r must hold rank r's values."""
     for root in range(group.size):
         for dtype in MOVABLE_DTYPES:
             outputs = [torch.zeros(13, dtype=dtype) for _ in range(group.size)] if group.rank == root else None
@@ -62,7 +62,7 @@ def gather_every_root_and_dtype(group: ProcessGroup) -> None:
 
 
 def gather_every_layout(group: ProcessGroup) -> None:
-    """Check strided inputs and outputs."""
+    """Check gather with strided inputs and outputs."""
     for layout in LAYOUTS:
         mine = Laid(layout, values(layout.shape, group.rank))
         outputs = [Laid(layout, values(layout.shape, group.size)) for _ in range(group.size)] if group.rank == 0 else []
@@ -73,7 +73,7 @@ def gather_every_layout(group: ProcessGroup) -> None:
 
 
 def scatter_every_root_and_dtype(group: ProcessGroup) -> None:
-    """Check that rank r gets entry r of the root's list."""
+    """Check scatter with every root and dtype: rank r must get entry r of the root's list."""
     for root in range(group.size):
         for dtype in MOVABLE_DTYPES:
             entries = [bits((13,), 2 * root + rank, dtype) for rank in range(group.size)]
@@ -83,7 +83,7 @@ def scatter_every_root_and_dtype(group: ProcessGroup) -> None:
 
 
 def scatter_every_layout(group: ProcessGroup) -> None:
-    """Check strided inputs and outputs."""
+    """Check scatter with strided inputs and outputs."""
     root = group.size - 1
     for layout in LAYOUTS:
         entries = [Laid(layout, values(layout.shape, rank)) for rank in range(group.size)] if group.rank == root else []
@@ -109,7 +109,7 @@ def large(group: ProcessGroup) -> None:
 
 
 def scatter_in_place(group: ProcessGroup) -> None:
-    """Check a root whose output is also its own entry of the inputs."""
+    """Check scatter if the root's output is also the root's own entry of the inputs."""
     for root in range(group.size):
         tensor = values((5,), root)
         inputs = [tensor if rank == root else values((5,), rank) for rank in range(group.size)]
@@ -118,7 +118,7 @@ def scatter_in_place(group: ProcessGroup) -> None:
 
 
 def roots_of_other_types(group: ProcessGroup) -> None:
-    """Check that ranks can pass the root as integers of different types: an int on even ranks, a tensor on odd ranks."""
+    """Check that ranks can pass the root as different types of integer: an int on even ranks, a tensor on odd ranks."""
     for root in range(group.size):
         given: int = root if group.rank % 2 == 0 else torch.tensor(root)  # type: ignore[assignment]
         tensor = values((13,), group.rank)

@@ -25,7 +25,7 @@ from .values import (
 
 
 def into_tensor(group: ProcessGroup) -> None:
-    """Check that part r of the output is rank r's tensor."""
+    """Check all_gather_into_tensor: part r of the output must be rank r's tensor."""
     for dtype in MOVABLE_DTYPES:
         output = torch.zeros(group.size * 3, 5, dtype=dtype)
         group.all_gather_into_tensor(output, bits((3, 5), group.rank, dtype))
@@ -38,7 +38,7 @@ def into_tensor(group: ProcessGroup) -> None:
 
 
 def into_tensor_in_place(group: ProcessGroup) -> None:
-    """Check an input that is this rank's part of the output, as in FSDP."""
+    """Check all_gather_into_tensor with an input that is this rank's part of the output, as in FSDP."""
     output = torch.zeros(group.size, 7)
     output[group.rank] = values((7,), group.rank)
     group.all_gather_into_tensor(output, output[group.rank])
@@ -47,7 +47,7 @@ def into_tensor_in_place(group: ProcessGroup) -> None:
 
 
 def reduce_scatter_every_dtype_and_reduction(group: ProcessGroup) -> None:
-    """Check that rank r gets part r of the result, for every dtype and reduction."""
+    """Check that reduce_scatter gives rank r part r of the result, for every dtype and reduction."""
     seen = set()
     for op in ReduceOp:
         for dtype in sorted(DTYPES_OF[op], key=str):
@@ -64,7 +64,7 @@ def reduce_scatter_every_dtype_and_reduction(group: ProcessGroup) -> None:
 
 
 def reduce_scatter_sum(group: ProcessGroup) -> None:
-    """Check sums in every layout. Each part has a different sum."""
+    """Check the sums of reduce_scatter in every layout. Each part has a different sum."""
     for layout in LAYOUTS:
         inputs = [Laid(layout, terms(layout.shape, group.rank) * (part + 1)) for part in range(group.size)]
         output = Laid(layout, values(layout.shape, group.size))
@@ -73,7 +73,7 @@ def reduce_scatter_sum(group: ProcessGroup) -> None:
 
 
 def reduce_scatter_in_place(group: ProcessGroup) -> None:
-    """Check an output that shares memory with the input."""
+    """Check reduce_scatter with an output that shares memory with the input."""
     whole = torch.stack([terms((9,), group.rank) * (part + 1) for part in range(group.size)])
     group.reduce_scatter_tensor(whole[group.rank], whole)
     expect(whole[group.rank], sum_of_terms((9,), group.size) * (group.rank + 1), "reduce_scatter_tensor in place")
@@ -93,7 +93,7 @@ def reduce_scatter_large(group: ProcessGroup) -> None:
 
 
 def reduce_scatter_of_different_sizes(group: ProcessGroup) -> None:
-    """Check parts of 0, 3, 6, ... elements, also of expanded inputs. The inputs must not change."""
+    """Check reduce_scatter with parts of 0, 3, 6, ... elements, and with expanded inputs. The inputs must not change."""
     for is_async in (False, True):
         inputs = [terms((part, 3), group.rank) * (part + 1) for part in range(group.size)]
         before = [entry.clone() for entry in inputs]

@@ -13,14 +13,14 @@ from .values import Check, expect, expect_equal, expect_raises
 
 
 def _mine(rank: int, scale: float = 1.0) -> torch.Tensor:
-    """Return a rank's tensor, which has the rows 0 and `rank + 1`. The tensor of rank 1 has row 0 twice, uncoalesced."""
+    """Return a rank's sparse tensor, with rows 0 and `rank + 1`. The tensor of rank 1 has row 0 twice, so it is uncoalesced."""
     rows = [0, rank + 1] + ([0] if rank == 1 else [])
     content = torch.tensor([[float(rank + 1), 2.0], [10.0 * rank, 3.0], [1.0, 1.0]])[: len(rows)] * scale
     return torch.sparse_coo_tensor(torch.tensor([rows]), content, (8, 2), check_invariants=True)
 
 
 def sums(group: ProcessGroup) -> None:
-    """Check SUM, AVG and PREMUL_SUM against the sum of the dense tensors."""
+    """Check SUM, AVG and PREMUL_SUM of sparse tensors against the sum of the dense tensors."""
     total = torch.stack([_mine(rank).to_dense() for rank in range(group.size)]).sum(0)
     for op, expected in (
         (ReduceOp.SUM, total),
@@ -36,7 +36,7 @@ def sums(group: ProcessGroup) -> None:
 
 
 def halves(group: ProcessGroup) -> None:
-    """Check that float16 and bfloat16 are added in float32 and rounded once: these dtypes cannot hold all partial sums."""
+    """Check that sparse float16 and bfloat16 are added in float32, so that only the final sum is rounded."""
     for dtype, exact_below in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
         # In the dtype itself, `exact_below` + 1 is rounded to `exact_below`. The tensor of rank 0 has the same index twice.
         mine = [exact_below / 2, exact_below / 2] if group.rank == 0 else [1.0]
@@ -56,7 +56,7 @@ def halves(group: ProcessGroup) -> None:
 
 
 def nothing_present(group: ProcessGroup) -> None:
-    """Check tensors without elements, on all ranks or on all ranks except the last."""
+    """Check sparse tensors without elements, on all ranks or on all ranks except the last."""
     empty = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0, 2), (8, 2), check_invariants=True)
     tensor = empty.clone()
     group.all_reduce(tensor)
@@ -67,7 +67,7 @@ def nothing_present(group: ProcessGroup) -> None:
 
 
 def other_shapes(group: ProcessGroup) -> None:
-    """Check different shapes on different ranks: every rank must raise an error, and the group must stay usable."""
+    """Check sparse tensors of different shapes on the ranks: every rank must raise an error, and the group must stay usable."""
     rows = 8 + group.rank
     for async_op in (False, True):
         tensor = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2), (rows, 2), check_invariants=True)

@@ -12,7 +12,7 @@ from .values import Check, expect, expect_equal, expect_raises, values
 
 
 def by_color(group: ProcessGroup) -> None:
-    """Check that the ranks of one color form a group, in the order of the keys."""
+    """Check that `split` makes a group of the ranks of one color, in the order of the keys."""
     part = group.split(group.rank % 2, -group.rank)
     assert part is not None
     members = [rank for rank in range(group.size) if rank % 2 == group.rank % 2][::-1]
@@ -36,7 +36,7 @@ def without_color(group: ProcessGroup) -> None:
 
 
 def colors_of_other_types(group: ProcessGroup) -> None:
-    """Check that ranks can pass a color as integers of different types: an int on even ranks, a tensor on odd ranks."""
+    """Check that ranks can pass a color as different types of integer: an int on even ranks, a tensor on odd ranks."""
     color: int = 3 if group.rank % 2 == 0 else torch.tensor(3)  # type: ignore[assignment]
     part = group.split(color, torch.tensor(-group.rank))  # type: ignore[arg-type]
     assert part is not None
@@ -45,7 +45,7 @@ def colors_of_other_types(group: ProcessGroup) -> None:
 
 
 def nested_and_together(group: ProcessGroup) -> None:
-    """Check the split of a group that `split` has made, and collectives in flight on both."""
+    """Check `split` of a group that `split` has made, and collectives in flight on a group and its part."""
     part = group.split(0, group.rank)
     assert part is not None
     inner = part.split(part.rank)

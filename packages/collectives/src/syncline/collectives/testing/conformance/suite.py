@@ -63,7 +63,8 @@ def run_conformance(make_group: Callable[[], ProcessGroup]) -> None:
     Each check gets a new group, which is closed afterwards.
 
     Args:
-        make_group: returns a new group of the same ranks. All ranks call `make_group` together, so it may communicate.
+        make_group: returns a new group of the same ranks. All ranks call `make_group` together, so this function may
+            communicate.
 
     Raises:
         CheckError: a check failed. The message names the check, and `__cause__` is the check's error. The group was aborted.

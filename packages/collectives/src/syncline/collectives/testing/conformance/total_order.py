@@ -30,7 +30,7 @@ class _LabelledCollectives:
         self.log: list[str] = []
 
     def start(self, label: str, *, async_op: bool = True) -> Work:
-        """Issue a collective. Sometimes pause before it; the pauses differ between ranks."""
+        """Issue a collective, sometimes after a pause. The pauses differ between ranks."""
         if self._jitter.random() < 0.2:
             time.sleep(self._jitter.uniform(0.0, 0.002))
         self._results[label] = [torch.empty(1, dtype=torch.int64) for _ in range(self._group.size)]
@@ -115,7 +115,7 @@ def nested_callbacks(group: ProcessGroup) -> None:
 
 
 def chains_that_do_not_wait(group: ProcessGroup) -> None:
-    """Check callbacks that issue a collective and attach a callback to it, as in a PowerSGD hook."""
+    """Check callbacks that issue a collective and attach a callback to this collective, as in a PowerSGD hook."""
     collectives = _LabelledCollectives(group)
     last: list[torch.futures.Future[Any]] = []
     for k in range(_ROUNDS):

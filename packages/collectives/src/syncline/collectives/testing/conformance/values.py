@@ -79,12 +79,12 @@ def bits(shape: Sequence[int], rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def reduction(op: ReduceOp) -> Reduction:
-    """Return the op itself, or, for PREMUL_SUM, the op with a factor."""
+    """Return `op` itself; for PREMUL_SUM, return `op` with a factor."""
     return premul_sum(_FACTOR) if op is ReduceOp.PREMUL_SUM else op
 
 
 def random_terms(op: ReduceOp, shape: Sequence[int], rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a rank's random input of a reduction: both signs, fractions, and integers that need all bits of the dtype.
+    """Return a rank's random input for a reduction: both signs, fractions, and integers that need all bits of the dtype.
 
     With up to sixteen ranks, an average does not overflow. Other results of integers may wrap around.
     """
@@ -103,7 +103,7 @@ def random_terms(op: ReduceOp, shape: Sequence[int], rank: int, dtype: torch.dty
 
 
 def expect_reduced(found: torch.Tensor, op: ReduceOp, inputs: Sequence[torch.Tensor], what: str) -> None:
-    """Check the reduction of the inputs of all ranks. A floating-point result may be rounded as in any order of the terms.
+    """Check a result against the reduction of all ranks' inputs. Floating-point results may be rounded once for each rank.
 
     Raises:
         CheckError: the result is wrong. The message shows the first wrong element.
@@ -137,9 +137,9 @@ def _reduced(op: ReduceOp, terms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def in_every_way(group: ProcessGroup, tensor: torch.Tensor, op: Reduction) -> list[tuple[str, torch.Tensor]]:
-    """Reduce a flat tensor by all_reduce, by reduce to each root, and by reduce_scatter_tensor.
+    """Reduce a flat tensor by all_reduce, by reduce to each root, and by reduce_scatter_tensor. Return names and results.
 
-    Return the names and results of the calls that give this rank a result.
+    A reduce to another root gives this rank no result, and is left out.
     """
     all_reduced, scattered = tensor.clone(), torch.zeros_like(tensor)
     group.all_reduce(all_reduced, op)
@@ -154,7 +154,7 @@ def in_every_way(group: ProcessGroup, tensor: torch.Tensor, op: Reduction) -> li
 
 
 def terms(shape: Sequence[int], rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a rank's input of a SUM. The element at `index` is `(rank + 1) * (1 + index % 5)`."""
+    """Return a rank's input for a SUM. The element at `index` is `(rank + 1) * (1 + index % 5)`."""
     index = torch.arange(math.prod(shape), dtype=torch.int64)
     return ((rank + 1) * (1 + index % 5)).reshape(tuple(shape)).to(dtype)
 
@@ -167,7 +167,7 @@ def sum_of_terms(shape: Sequence[int], size: int, dtype: torch.dtype = torch.flo
 
 @dataclass(frozen=True)
 class Layout:
-    """A memory layout: a view of a contiguous block of memory, which may be larger."""
+    """A memory layout: a view of a contiguous block of memory. The block may be larger than the view."""
 
     name: str
     block_shape: tuple[int, ...]
