@@ -177,7 +177,7 @@ def _device(kind: str, control: ProcessGroup) -> torch.device:
 
 
 def _check_outputs(arguments: argparse.Namespace, control: ProcessGroup) -> None:
-    """Check on rank 0 that it can write the files. All ranks call this, and raise the same error."""
+    """Check on rank 0 that it can write the files. All ranks call this function. If rank 0 cannot, all raise the same error."""
     problem = None
     # Only rank 0 writes, and other hosts may lack the folder.
     if control.rank == 0:

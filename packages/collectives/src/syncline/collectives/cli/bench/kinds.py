@@ -104,9 +104,9 @@ class Kind:
     Attributes:
         name: the collective's name on the command line.
         has_parts: whether the block has one part for each rank.
-        bus_factor: the ratio of bus bandwidth to algorithm bandwidth, for a number of ranks.
-        fill: writes this rank's inputs to the buffers.
-        is_right: whether the buffers of this rank have the right result.
+        bus_factor: returns the ratio of bus bandwidth to algorithm bandwidth, for a number of ranks.
+        fill: writes this rank's inputs to its buffers.
+        is_right: returns whether this rank's buffers have the right result.
         least_ranks: the smallest number of ranks for this collective.
     """
 

@@ -113,11 +113,11 @@ def _prepared(case: Case, subject: Subject, common: Buffers) -> tuple[Buffers, C
 
 
 class _RefusedError(Exception):
-    """The subject refused the case on at least one rank. All ranks raise this error."""
+    """A backend or baseline cannot run the collective on at least one rank. All ranks raise this error."""
 
 
 def _agreed(action: Callable[[], T], control: ProcessGroup) -> T:
-    """Run the action on all ranks, and return its result. If the action fails on any rank, all ranks raise `_RefusedError`."""
+    """Call `action` on each rank, and return this rank's result. If it fails on any rank, all ranks raise `_RefusedError`."""
     refusal, result = "", None
     try:
         result = action()
@@ -130,7 +130,7 @@ def _agreed(action: Callable[[], T], control: ProcessGroup) -> T:
 
 
 def refusal_of_all(refusals: Sequence[str]) -> str:
-    """Join the error texts of the ranks into one text. The text of a rank without an error is empty. A pure function."""
+    """Join the error texts of the ranks into one text. A rank without an error has an empty text. A pure function."""
     if len(set(refusals)) == 1:
         return refusals[0]
     return "; ".join(f"rank {rank}: {refusal}" for rank, refusal in enumerate(refusals) if refusal)

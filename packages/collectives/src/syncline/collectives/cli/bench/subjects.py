@@ -43,7 +43,7 @@ class Subject(ABC):
     communicates = True
 
     def allocate(self) -> Allocate | None:
-        """Return the function that allocates `Buffers.block` for this subject. None: the subject uses the shared block."""
+        """Return the function that allocates `Buffers.block` for this subject; None if the subject uses the shared block."""
         return None
 
     @abstractmethod
@@ -118,7 +118,7 @@ class RawMPI(Subject):
         self._communicator = communicator
 
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """Return the blocking call. Make the call's arguments now, so that they take no time in the measurement."""
+        """Return a function that makes the blocking call. Its arguments are made here, so that they take no measured time."""
         from mpi4py import MPI
 
         from ...transports.mpi.library import REDUCIBLE, memory
@@ -188,7 +188,7 @@ class TorchGloo(Subject):
 
 
 class Floor(Subject):
-    """A lower bound for the time of an `all_reduce`: one rank's share of its additions and copies, in the rank's own memory."""
+    """A lower bound for the time of an `all_reduce`: the additions and copies of one rank, in this rank's own memory."""
 
     name = FLOOR
     communicates = False
@@ -224,7 +224,7 @@ def _rooted(options: Any) -> Any:
 
 
 def default_subjects(group: ProcessGroup) -> list[str]:
-    """Return the subjects for a command line that names none: the group's backend, and the baselines."""
+    """Return what to measure if the command line does not name it: the backend of the group, and the baselines."""
     raw = [RAW_MPI] if group.backend_name == "mpi" else []
     ours = [f"{group.backend_name}{IN_WINDOW}", group.backend_name] if raw else [group.backend_name]
     return [*ours, *raw, TORCH_GLOO, FLOOR] if group.size > 1 else [group.backend_name]
@@ -234,7 +234,7 @@ def connect_subject(name: str, control: ProcessGroup) -> Subject:
     """Make the subject with this name, and connect it to the other ranks. All ranks of `control` call this function.
 
     Raises:
-        InvalidArgumentError: no backend or baseline has this name, "-in-window" follows the name of a baseline, or the baseline
+        InvalidArgumentError: no backend or baseline has this name; "-in-window" follows the name of a baseline; or the baseline
             needs MPI, but MPI does not connect these ranks.
     """
     if name in _BASELINES:

@@ -82,7 +82,7 @@ def _end_with_parent() -> None:
 
 
 def _say_what_ended(status: int, arguments: argparse.Namespace) -> int:
-    """Diagnose without MPI, because the child ended before it printed findings."""
+    """Print findings made without MPI, because the child process that starts MPI ended before it printed findings."""
     # One rank of each node prints. Rank 0 cannot print for all ranks: its child may still wait for another rank's child, which
     # has ended. The launcher may end the job before this wait ends.
     if not is_first(f"{os.getppid()} doctor", run_began_s()):
@@ -119,7 +119,7 @@ def _examine(arguments: argparse.Namespace) -> int:
 
 
 def _choice(arguments: argparse.Namespace) -> BackendChoice:
-    """Choose as `init_process_group` does."""
+    """Return the backend that `init_process_group` would choose."""
     return choose_backend(
         arguments.backend,
         os.environ,
@@ -134,7 +134,7 @@ def _choice(arguments: argparse.Namespace) -> BackendChoice:
 def _cuda_awareness() -> str | None:
     """Try whether MPI can send the memory of a GPU, and return the result in words; None if this cannot be tried here.
 
-    Call this before the ranks connect. Otherwise a transfer that hangs would look like missing ranks.
+    Call this function before the ranks connect. Otherwise a transfer that hangs would look like missing ranks.
     """
     if not torch.cuda.is_available() or what_is_missing("mpi") is not None:
         return None

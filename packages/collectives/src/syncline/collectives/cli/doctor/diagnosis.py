@@ -17,7 +17,7 @@ RUN_WITH = ("2.6", "2.8", "2.10", "2.13", "2.14", "2.15")
 
 
 def was_run(version: str) -> bool:
-    """Whether Syncline was tested with the major and minor version of this torch, such as "2.13.0+cpu"."""
+    """Return whether Syncline was tested with the major and minor version of this torch, such as "2.13.0+cpu"."""
     return ".".join(version.split(".")[:2]) in RUN_WITH
 
 
@@ -85,7 +85,7 @@ def launcher(ranks: Observations) -> Finding:
 
 
 def mpi(ranks: Observations) -> list[Finding]:
-    """Check the MPI library, its thread level, and that the library and the launcher belong to the same MPI."""
+    """Check the MPI library and its thread level, and that the launcher belongs to the same MPI as the library."""
     loaded = [rank.mpi for rank in ranks if rank.mpi is not None]
     if not loaded:
         return [_mpi_not_loaded(ranks[0])]

@@ -30,7 +30,7 @@ class ReportReader(Protocol):
         """Add the reader's own options to `syncline report`. All these options must be optional."""
 
     def is_in(self, folder: Path) -> bool:
-        """Whether the folder has files that this reader can show."""
+        """Return whether the folder has files that this reader can show."""
 
     def text(self, folder: Path, arguments: argparse.Namespace) -> str:
         """Return the content of the files, as text for the terminal.
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the reports of the folder. With `--html`, also write them as an HTML page.
 
-    If a reader fails, this function still prints and writes what the other readers show, and raises the errors at the end.
+    If a reader fails, this function still prints and writes the other readers' reports. At the end, it raises the errors.
 
     Raises:
         InvalidArgumentError: the folder does not exist, no reader finds a file in the folder, a reader fails, or the page

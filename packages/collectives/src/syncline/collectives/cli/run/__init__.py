@@ -8,7 +8,7 @@ A rank uses the modules in this order:
 3. `output`: redirects the standard streams, if the options say so.
 4. `answers`: changes torch.distributed, so that the script gets Syncline's groups.
 5. `script`: runs the script as `__main__`.
-6. `ending`: lets the rank leave the job, after success or failure.
+6. `ending`: ends the rank, after success or failure, so that no other rank waits for this rank for ever.
 
 These modules import torch and mpi4py only when the rank needs them, because these imports take long.
 """

@@ -5,8 +5,8 @@ When the script has imported torch, this module changes four things in torch:
 1. For the URLs `env://` and `tcp://`, the ranks meet in a store on rank 0, by MPI messages. So rank 0 opens no port.
 2. A subclass of torch's `BackendConfig` names a backend of Syncline instead of the script's backend. The script and torch still
    see the script's name.
-3. A replacement of `_new_process_group_helper`, with which torch makes every group, decides whether point 2 applies to the
-   group. For the default group, rank 0 logs this decision.
+3. torch makes every group with `_new_process_group_helper`. A replacement of this function decides whether point 2 applies to
+   the group. For the default group, rank 0 logs this decision.
 4. If the command line says so, `DistributedDataParallel` and the default time limit are replaced.
 """
 
@@ -98,8 +98,8 @@ class Answers:
     def _meeting(self, torchs: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         """Return the function that replaces torch's rendezvous `torchs`.
 
-        If all ranks of the job meet, they meet through MPI. Otherwise, for example in a forked child, the function calls
-        `torchs`.
+        If the group has as many ranks as the job, the ranks meet through MPI. Otherwise, and in a forked child, the function
+        calls `torchs`.
         """
 
         def meet(url: str, timeout: timedelta | None = None, **kwargs: Any) -> Iterator[Any]:
@@ -158,7 +158,7 @@ class Answers:
             c10d._MPI_AVAILABLE = True
 
     def _choose(self, named: Mapping[str, str], size: int, rank: int, members: list[int]) -> str | None:
-        """Return Syncline's backend for a group. None: the group stays torch's own. For `named`, see `carrier_for`."""
+        """Return Syncline's backend for a group, or None if the group stays torch's own. `named`: see `carrier_for`."""
         carrier = carrier_for(named, self._backend)
         if carrier is None:
             return None
@@ -173,7 +173,7 @@ class Answers:
         return carrier if carrier == self._carrier_of_all or is_of_all else None
 
     def _are_the_jobs_ranks(self, size: int, rank: int) -> bool:
-        """Whether a new default group has the ranks of the job. A collective if `size` equals the number of MPI's ranks."""
+        """Return whether a new default group has the job's ranks. A collective, if `size` is the number of the job's ranks."""
         # -1 means MPI's world size.
         if size == -1:
             return True
@@ -200,7 +200,7 @@ def unknown_names(c10d: object, rendezvous: object) -> list[str]:
 
 
 def carrier_for(named: Mapping[str, str], backend: str) -> str | None:
-    """Return the name of Syncline's backend for a group. None: torch's own backend carries the group.
+    """Return the name of Syncline's backend for a group, or None if the group keeps torch's own backend.
 
     `named` is the script's backend for each type of device. `backend` is a key of `BACKENDS`.
     """

@@ -158,7 +158,7 @@ def _load_ddp(name: str) -> type:
 
 
 def _find(arguments: argparse.Namespace, job: Job, ending: Ending) -> Script:
-    """Find the script. All ranks call this. If any rank cannot find the script, all ranks end."""
+    """Find the script. All ranks call this function. If any rank cannot find the script, all ranks end."""
     problem: tuple[str, int] | None = None
     script = None
     if arguments.is_module:  # the module's packages run before the module is found, as with `python -m`

@@ -110,7 +110,7 @@ class Ending:
         return None if first == job.rank else f"rank {first} failed first, and its traceback says why"
 
     def _note_ours(self, function: Callable[..., object], *arguments: object, **named: object) -> Callable[..., object]:
-        """Called in place of `atexit.register`. Also keep Syncline's own handlers, for `_exit_at_once`."""
+        """Do the work of `atexit.register`. Also note a handler of Syncline, because `_exit_at_once` calls such handlers."""
         if (getattr(function, "__module__", None) or "").startswith("syncline."):  # C functions may have no module
             self._ours.append(lambda: function(*arguments, **named))
         return self._register(function, *arguments, **named)
@@ -134,7 +134,7 @@ class Ending:
         end_mpi()
 
     def _exit_at_once(self, status: int) -> NoReturn:
-        """Called in place of `os._exit`, which does not finalize MPI. Runs Syncline's exit handlers, but not the script's."""
+        """Do the work of `os._exit`. With MPI, first run Syncline's exit handlers, but not the script's, and finalize MPI."""
         if self._has_mpi():
             # Set the status first: Syncline's handlers tell the other ranks whether this rank leaves in good order.
             self.status = status & 0xFF
@@ -154,7 +154,7 @@ class Ending:
 
 
 def _leave_hydra() -> None:
-    """Tell MPICH's mpiexec that this process ends in good order. Otherwise mpiexec would kill the other ranks.
+    """Tell MPICH's mpiexec that this process ends without failure. Otherwise mpiexec would kill the other ranks.
 
     MPICH's own exit handler tells mpiexec, but `os._exit` skips exit handlers.
     """

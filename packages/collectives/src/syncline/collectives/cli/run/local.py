@@ -54,7 +54,7 @@ def _this_command() -> list[str]:
 
 
 def _mpiexec() -> str | None:
-    """Look beside the library that `MPI4PY_LIBMPI` names, then where pip installs an mpiexec, then in PATH."""
+    """Return the path of mpiexec: beside the library in `MPI4PY_LIBMPI`, else where pip installs it, else from PATH."""
     beside = Path(sys.prefix) / "bin" / "mpiexec"
     named = os.environ.get("MPI4PY_LIBMPI")
     if named:  # lib/libmpi.so, or lib/release/libmpi.so

@@ -1,7 +1,7 @@
 """Redirect the standard streams.
 
-This file is also the program that puts the rank before each line of output. As a separate process, it reads the output of a
-rank and its children to the end, even if the rank is killed.
+This file is also the program that puts the rank before each line of output. The program is a separate process, so it reads the
+output of a rank and the rank's children to the end, even if the rank is killed.
 """
 
 from __future__ import annotations

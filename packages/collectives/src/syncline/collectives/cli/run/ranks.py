@@ -71,9 +71,9 @@ class Job:
         nodes: the number of nodes.
         address, port: where rank 0 may listen. The port was free when it was chosen.
         run_id: a name of this run, the same on all ranks.
-        carrier: the name of the launcher that gave this information.
+        carrier: the name of the launcher that gave this information; "nobody" without a launcher.
         world: an MPI communicator of all ranks, which only `syncline run` itself may use; None if MPI is not used.
-        local_cores: for each rank of this node, the cores that it may use.
+        local_cores: for each rank of this node, the cores that the rank may use.
         without_mpi: the reason why MPI is not used; None if MPI is used.
         has_blocks: whether each node has consecutive ranks, as with torchrun.
         pid: the process id of this rank. A forked child has another process id, and is not a rank.
@@ -96,7 +96,7 @@ class Job:
     pid: int = field(default_factory=os.getpid)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in a collective. Without MPI, return only this rank's value."""
+        """Return the values of all ranks. This call is a collective. Without MPI, return only this rank's value."""
         return [value] if self.world is None else self.world.allgather(value)
 
     def variables(self) -> dict[str, str]:
@@ -163,7 +163,7 @@ def find_job(environ: Mapping[str, str], wanted: int | None) -> Job | None:
 
 
 def started_id(starter: int) -> str:
-    """Return the prefix of the run id of ranks that the process `starter` has started without MPI."""
+    """Return the beginning of the run id that the process `starter` gives to the ranks that it starts without MPI."""
     return f"{RUN_ID_PREFIX}started-{starter}-"
 
 
@@ -292,7 +292,7 @@ def _start_mpi(launch: Launch) -> str | None:
 
 
 def _let_the_script_start_mpi(mpi: Any) -> None:
-    """Let the script's calls of `MPI.Init` and `MPI.Finalize` do nothing.
+    """Replace `MPI.Init` and `MPI.Finalize`, so that the script's calls of these functions do nothing.
 
     MPI has started already, and Syncline's groups may need it after the script's `Finalize`.
     """
@@ -303,7 +303,7 @@ def _let_the_script_start_mpi(mpi: Any) -> None:
 
 
 def end_mpi() -> None:
-    """End MPI in this process, by the original `MPI.Finalize`, even if `syncline run` has replaced this function."""
+    """End MPI in this process. If `syncline run` has replaced `MPI.Finalize`, call the original function."""
     from mpi4py import MPI
 
     (_finalize or MPI.Finalize)()
@@ -417,7 +417,7 @@ def free_port() -> int:
 def _agree_on_address(
     world: MPI.Intracomm, is_first_here: bool, crosses_nodes: bool, environ: Mapping[str, str]
 ) -> tuple[str, int]:
-    """Agree on an address of rank 0's host, and on a free port of this host. A collective.
+    """Return an address of rank 0's host and a free port of this host, the same on all ranks. This call is a collective.
 
     With several nodes, the ranks use an address of rank 0 that all other nodes have reached, or else the address that most of
     them have reached.
