@@ -51,7 +51,7 @@ class Store(ABC):
         _stores.add(self)
 
     def _in_fork(self) -> None:  # noqa: B027 - a store without locks has nothing to do
-        """Replace the locks of this handle. Called in a forked child before other code runs."""
+        """Replace the locks of this handle. A forked child calls this method before other code runs."""
 
     @property
     def timeout(self) -> timedelta:

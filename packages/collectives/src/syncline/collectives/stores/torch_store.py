@@ -5,7 +5,7 @@ Note [A store that torch can hold]
 Python classes can derive from `torch.distributed.Store`, but there are traps (measured with torch 2.13):
 
 * C++ looks for two methods under their C++ names, `deleteKey` and `getNumKeys`. torch's `PrefixStore.clone` also calls `clone`
-  of the store below.
+  of the store that it wraps.
 * C++ keeps only the C++ half of the object. When the last Python reference is dropped
   (``init_process_group(store=AsTorchStore(s))``), the Python half with the methods is freed. The next call then aborts with an
   internal assertion. So `AsTorchStore` keeps itself alive, until `release` or the end of the process.

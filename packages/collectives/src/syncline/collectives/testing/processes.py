@@ -29,7 +29,7 @@ def run_processes(
 ) -> None:
     """Run `python SCRIPT RANK WORLD_SIZE FOLDER` for every rank, and wait for all ranks.
 
-    The first call starts a server process, which loads torch once. The ranks are forks of this process. So changes of the
+    The first call starts a server process, which loads torch once. The ranks are forks of this server. So changes of the
     variables PYTHON*, OMP_* and MKL_* after the first call have no effect. All ranks use the same seed for `hash`.
 
     Args:

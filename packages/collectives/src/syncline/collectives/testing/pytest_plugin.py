@@ -4,8 +4,8 @@
 
     mpiexec -n 4 python -m pytest -m mpi -p syncline.collectives.testing.pytest_plugin -p no:cacheprovider FOLDER
 
-1. A test that fails on one rank fails on all ranks. Only rank 0 prints, with the error messages of all ranks that failed. All
-   ranks end with the same exit status.
+1. A test that fails on one rank fails on all ranks. Only rank 0 prints (except in 2 and 3), with the error messages of all
+   ranks that failed. All ranks end with the same exit status.
 2. If the other ranks wait for the failed rank in a collective, the failed rank prints its failure after `mpi_patience_s`
    seconds, and ends the job.
 3. If a test takes longer than `mpi_limit_s` seconds on a rank, this rank prints the stacks of its threads, and ends the job.
@@ -69,7 +69,7 @@ def mpi_group(request: pytest.FixtureRequest) -> ProcessGroup:
     """Return a group of all ranks over backend "mpi", which is not the default group.
 
     All tests of the session share the group. After a test has failed, the next test gets a new group. At the end of the session
-    the group is closed. If this fails, because a test has not waited for a call that failed, the session fails.
+    the group is closed. If closing the group fails, because a test has not waited for a call that failed, the session fails.
     """
     plugin = request.config.pluginmanager.get_plugin(_RANK_PLUGIN)
     if not isinstance(plugin, RankPlugin):

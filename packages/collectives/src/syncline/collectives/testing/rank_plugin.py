@@ -181,7 +181,7 @@ class RankPlugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Make a phase of a test (setup, call or teardown) fail on all ranks if it fails on one, or if its outcomes differ."""
+        """Make a phase of a test (setup, call, teardown) fail on all ranks if it fails on one, or if the outcomes differ."""
         report = yield
         mine = RankOutcome(f"{report.when} of {item.nodeid}", report.outcome, "" if report.passed else _text(report))
         rank_outcomes = self._agree(mine)
@@ -221,7 +221,7 @@ class RankPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        """Wait until rank 0 has printed its summary: when a rank exits with a failure, the launcher ends the job."""
+        """Wait until rank 0 has printed its summary, because the launcher ends the job when a rank exits with a failure."""
         self._exchange(None, "the exit", self._patience_s)
 
     # ---- agreeing ----

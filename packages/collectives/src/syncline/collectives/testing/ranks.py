@@ -36,7 +36,7 @@ def run_ranks(world_size: int, body: Callable[..., T], *args: Any, timeout_s: fl
         The results of `body`, in the order of the ranks.
 
     Raises:
-        TimeoutError: a rank did not return in time. The message shows this rank's stack. The rank's thread is not ended.
+        TimeoutError: a rank did not return in time. The message shows this rank's stack. The rank's thread goes on.
     """
     groups = create_groups(world_size, name="ranks", timeout_s=0.9 * timeout_s)
     ranks = _Ranks([_Rank(group, body, args) for group in groups])

@@ -168,7 +168,7 @@ class TorchProcessGroup(TorchCollectives):
         return self._backend_name
 
     def go_by(self, name: str) -> None:
-        """From now on, the method `name` returns this name. `syncline run` passes the name that the script has asked for."""
+        """Set the name that the method `name` returns. `syncline run` passes the name that the script has asked for."""
         self._asked_as = name
 
     @disable_dynamo

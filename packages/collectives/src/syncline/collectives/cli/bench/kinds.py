@@ -38,7 +38,7 @@ class Buffers:
         part: another tensor, for this rank's share of the block. Empty if the number of ranks does not divide the block's size.
         output: a tensor of the block's size, for the output of `all_to_all` and `send_recv`.
 
-    `allocate` allocates the block.
+    The argument `allocate` is the function that allocates the block.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class _RefusedError(Exception):
 
 
 def _agreed(action: Callable[[], T], control: ProcessGroup) -> T:
-    """Call `action` on each rank, and return this rank's result. If it fails on any rank, all ranks raise `_RefusedError`."""
+    """Call `action` on each rank, and return this rank's result. If `action` fails on any rank, all raise `_RefusedError`."""
     refusal, result = "", None
     try:
         result = action()

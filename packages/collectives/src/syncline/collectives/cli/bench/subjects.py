@@ -48,7 +48,7 @@ class Subject(ABC):
 
     @abstractmethod
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """Return a function that runs the collective once, and returns when it is complete. The function does no other work.
+        """Return a function that runs the collective once, until the collective is complete. The function does no other work.
 
         Raises:
             NotImplementedError: on every rank, if this subject cannot run the collective with this dtype and device.
@@ -188,7 +188,7 @@ class TorchGloo(Subject):
 
 
 class Floor(Subject):
-    """A lower bound for the time of an `all_reduce`: the additions and copies of one rank, in this rank's own memory."""
+    """A lower bound for the time of an `all_reduce`: the additions and copies that one rank must do, in its own memory."""
 
     name = FLOOR
     communicates = False
@@ -224,7 +224,7 @@ def _rooted(options: Any) -> Any:
 
 
 def default_subjects(group: ProcessGroup) -> list[str]:
-    """Return what to measure if the command line does not name it: the backend of the group, and the baselines."""
+    """Return the names of what to measure if the command line names nothing: the group's backend, and the baselines."""
     raw = [RAW_MPI] if group.backend_name == "mpi" else []
     ours = [f"{group.backend_name}{IN_WINDOW}", group.backend_name] if raw else [group.backend_name]
     return [*ours, *raw, TORCH_GLOO, FLOOR] if group.size > 1 else [group.backend_name]

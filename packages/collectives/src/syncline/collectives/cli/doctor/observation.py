@@ -53,7 +53,7 @@ class Observation:
         launch_problem: an error in the launcher's variables; None if there is no error.
         launch_world_size: the number of processes according to the launcher; None if unknown.
         launch_is_mpi: whether the launcher starts MPI programs.
-        mpi: None if MPI does not run in this process.
+        mpi: facts about the MPI library; None if MPI does not run in this process.
         mpi_lack: the reason why MPI cannot be used on this host; None if it can.
         cores: the cores that this process may run on.
         threads: the number of threads with which torch computes.
@@ -64,7 +64,7 @@ class Observation:
         cuda_aware: whether MPI can send CUDA memory, as text; None if not tested.
         tolerates_faults: whether mpirun lets the other ranks run when a rank is lost (`--with-ft ulfm`).
         has_fence: whether Syncline has a memory fence for this processor. Shared memory needs such a fence.
-        site_file: the path of the site file and the keys that it changes, as text.
+        site_file: the path of the site file and the keys that this file changes, as text.
         site_problem: why the site file cannot be read, and the remedy; None if there is no problem.
     """
 

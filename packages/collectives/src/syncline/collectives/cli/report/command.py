@@ -17,8 +17,8 @@ ENTRY_POINT_GROUP = "syncline.report_readers"
 class ReportReader(Protocol):
     """Shows one kind of files in a folder. A package registers a reader as an entry point of `syncline.report_readers`.
 
-    A reader is an object or a module. It may also have a function `html(folder, arguments) -> str`, which returns its part of
-    the HTML page. Without this function, the page shows the reader's text.
+    A reader is an object or a module. A reader may also have a function `html(folder, arguments) -> str`, which returns its
+    part of the HTML page. Without this function, the page shows the reader's text.
 
     Attributes:
         EXPECTED: describes the files that the reader looks for, such as "failure records (rank-*.json)".

@@ -158,7 +158,7 @@ class Answers:
             c10d._MPI_AVAILABLE = True
 
     def _choose(self, named: Mapping[str, str], size: int, rank: int, members: list[int]) -> str | None:
-        """Return Syncline's backend for a group, or None if the group stays torch's own. `named`: see `carrier_for`."""
+        """Return Syncline's backend for a group, or None if the group stays torch's own. For `named`, see `carrier_for`."""
         carrier = carrier_for(named, self._backend)
         if carrier is None:
             return None
@@ -173,7 +173,7 @@ class Answers:
         return carrier if carrier == self._carrier_of_all or is_of_all else None
 
     def _are_the_jobs_ranks(self, size: int, rank: int) -> bool:
-        """Return whether a new default group has the job's ranks. A collective, if `size` is the number of the job's ranks."""
+        """Return whether a new default group has the job's ranks. A collective if `size` is the job's number of ranks."""
         # -1 means MPI's world size.
         if size == -1:
             return True

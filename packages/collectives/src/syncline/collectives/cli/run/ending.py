@@ -1,4 +1,4 @@
-"""End a rank of a job, so that no other rank waits for it for ever.
+"""End a rank of a job, so that no other rank waits for this rank for ever.
 
 1. An uncaught exception ends the job at once. The rank that failed first prints the exception. Other ranks that fail at about
    the same time print one line that names the first rank.
@@ -110,7 +110,7 @@ class Ending:
         return None if first == job.rank else f"rank {first} failed first, and its traceback says why"
 
     def _note_ours(self, function: Callable[..., object], *arguments: object, **named: object) -> Callable[..., object]:
-        """Do the work of `atexit.register`. Also note a handler of Syncline, because `_exit_at_once` calls such handlers."""
+        """Register a handler with `atexit.register`. Also note Syncline's own handlers, because `_exit_at_once` calls them."""
         if (getattr(function, "__module__", None) or "").startswith("syncline."):  # C functions may have no module
             self._ours.append(lambda: function(*arguments, **named))
         return self._register(function, *arguments, **named)

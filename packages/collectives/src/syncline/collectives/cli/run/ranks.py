@@ -178,7 +178,7 @@ def set_variables(job: Job, environ: MutableMapping[str, str]) -> list[str]:
 
 
 def threads_for(local_cores: Sequence[frozenset[int]], local_rank: int, quota: float) -> int:
-    """Return the number of threads for a rank: its share of its cores, or of the quota if the quota is smaller.
+    """Return the number of threads for a rank: the rank's share of the cores or its share of the quota, whichever is smaller.
 
     Args:
         local_cores: for each rank of the node, the cores that this rank may use.
@@ -263,7 +263,8 @@ def _start_mpi(launch: Launch) -> str | None:
     """Start MPI together with the other ranks.
 
     Returns:
-        None if MPI connects the ranks. Otherwise, under srun, the reason why not. The ranks then run without MPI.
+        None if MPI connects the ranks. If srun started the ranks, but MPI does not connect them: the reason why. These ranks
+            run without MPI.
 
     Raises:
         LaunchError: the launcher is not srun, and belongs to another MPI than the MPI library.

@@ -7,9 +7,9 @@ write false records. So:
 
 1. The folders and files that we make, also parent folders, are for their owner only (folders 0700, files 0600).
 2. We follow no symbolic link when we open the folder and its files, and we open the files relative to the opened folder. So
-   neither can be replaced between the check and the use. Links above the folder are allowed.
+   nobody can replace the folder or a file between the check and the use. Links in the path above the folder are allowed.
 3. An opened folder or file must belong to the user of this process, and nobody else may write it. NFS may map users to other
-   ids, so we make a file and look at its owner to learn the id.
+   ids, so we make a file and look at its owner to learn this user's id there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..store import poll
 
 
 class Folder:
-    """A folder of this user; see Note [A folder of our own]. Any thread or process may use the object.
+    """A folder that belongs to this user; see Note [A folder of our own]. Any thread or process may use the object.
 
     Args:
         path: the folder. If the folder does not exist, the constructor makes it, for the owner only.

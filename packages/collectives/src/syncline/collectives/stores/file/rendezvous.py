@@ -16,7 +16,7 @@ be out of date, but must have the form that a rendezvous writes::
        sets here/<run>/r to its `world_size`
                                                  5. done when here/<run>/r exists for every r, else back to 3
 
-Ranks that were given different values of `world_size` find this out in steps 4 and 5.
+If ranks were given different values of `world_size`, an error comes in step 4 or 5.
 
 The rendezvous store counts the processes that use the store of the run. Rank 0 counts itself in step 2. Each other rank counts
 itself in step 4, before it sets here/<run>/r. `leave_run` takes a process out of the count. The last process removes the count
@@ -24,7 +24,7 @@ and the run's store. No process may join a run that has no count. A process that
 its run is never removed.
 
 Each run has a new store, named by the random id of step 2. Two runs that meet at the same time need different values of
-`rendezvous_id`, or their ranks could mix.
+`rendezvous_id`. Otherwise ranks of one run could meet ranks of the other run.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def file_rendezvous(
         path: a folder that all processes reach under this name; it may contain files of earlier runs.
         rank: this process's rank.
         world_size: the number of processes.
-        rendezvous_id: a name, with the characters of a `run_id` of `FileStore`. Runs that meet in one folder at the same time
-            need different names.
+        rendezvous_id: a name of letters, digits, dot, dash and underscore. Runs that meet in one folder at the same time need
+            different names.
         timeout: the time limit of the rendezvous, and of the new store; seconds or a timedelta.
 
     Raises:
@@ -102,7 +102,7 @@ def file_rendezvous(
 
 
 def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
-    """Remove this process from the users of `store`, the store of a run. If it was the last user, also remove the store.
+    """Remove this process from the users of `store`, the store of a run. If no user is left, also remove the store.
 
     `rendezvous_id` is the value that was passed to `file_rendezvous` or `join_latest_run`. Errors of the store are ignored.
     """
@@ -169,12 +169,12 @@ def _users(run: str) -> str:
 
 
 def _one_more(count: bytes | None) -> tuple[bytes | None, bool]:
-    """Count one more user: a change (see the module `table`). If the run has no count, change nothing and return false."""
+    """A change (see the module `table`) that adds one user to the count. The answer is false if the run has no count."""
     return (None, False) if count is None else (str(int(count) + 1).encode(), True)
 
 
 def _one_less(count: bytes | None) -> tuple[bytes | None, bool]:
-    """Count one user less: a change (see the module `table`). After the last user, remove the count and return true."""
+    """A change (see the module `table`) that counts one user less. For the last user, it removes the count and answers true."""
     left = int(count or 0) - 1
     return (str(left).encode(), False) if left > 0 else (None, count is not None)
 

@@ -98,7 +98,7 @@ class Log:
             pass
 
     def in_fork(self) -> None:
-        """Forget the table, so that the next `refresh` reads the whole file. Called in a forked child."""
+        """Forget the table, so that the next `refresh` reads the whole file. A forked child calls this method."""
         # At the fork, a thread of the parent may have been in the middle of `refresh`.
         self.lock = threading.Lock()
         self._end = 0

@@ -31,7 +31,7 @@ _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}  # by process id: a fo
 
 
 class HungUpError(ConnectionError):
-    """The server closed the connection during the handshake, because it has another secret or is about to end."""
+    """The server closed the connection during the handshake, because the server has another secret or is about to end."""
 
 
 class Connection:
@@ -74,7 +74,7 @@ class Connection:
         self._poller.register(self._events, zmq.POLLIN)
 
     def is_open(self) -> bool:
-        """Whether the connection is still open."""
+        """Return whether the connection is still open."""
         return not self._events.poll(0, zmq.POLLIN)
 
     def exchange(self, table_id: bytes, message: bytes, scope: CancelScope) -> tuple[bytes, bytes]:
@@ -171,7 +171,7 @@ def _probe(host: str, port: int, scope: CancelScope) -> str:
 def _connected(host: str, port: int, scope: CancelScope) -> socket.socket:
     """Connect to the first address of `host` that accepts a connection.
 
-    `socket.create_connection` is not used: in it, an address that never answers would use up the time for the later addresses.
+    `socket.create_connection` is not used, because an address that never answers would use up the time of the later addresses.
 
     Raises:
         OSError: no address accepts connections; the error is that of the last address.

@@ -27,7 +27,7 @@ def lists(group: ProcessGroup) -> None:
 
 
 def lists_of_different_shapes(group: ProcessGroup) -> None:
-    """Check all_to_all with strided tensors whose sizes differ between pairs of ranks. Some are empty."""
+    """Check all_to_all with strided tensors whose sizes differ between pairs of ranks. Some tensors are empty."""
     inputs = [_parcel(group.rank, dst, (2 * group.rank + dst, 3)) for dst in range(group.size)]
     outputs = [torch.zeros(3, 2 * src + group.rank).t() for src in range(group.size)]
     group.all_to_all(outputs, [entry.t().contiguous().t() for entry in inputs])
@@ -66,7 +66,7 @@ def large(group: ProcessGroup) -> None:
 
 
 def refusals(group: ProcessGroup) -> None:
-    """Check that wrong splits, rows that do not match, overlapping memory, and too few tensors are refused."""
+    """Check that all_to_all and all_to_all_single refuse wrong splits, wrong rows, overlapping memory, and too few tensors."""
     tensor, single = torch.zeros(group.size, 3), group.all_to_all_single
     wrong = [*[1] * (group.size - 1), 2]
     for name, call, mentions in (

@@ -93,7 +93,7 @@ def _waiting_call(name: str, group: ProcessGroup) -> Work:
 
 
 def after_different_calls(group: ProcessGroup) -> None:
-    """Check that an error comes, in the next barrier at the latest, if the ranks make different calls.
+    """Check that ranks that make different calls get an error, in the next barrier at the latest.
 
     The calls differ only in their marks (see `ProcessGroup.marked`), so a library such as MPI can still carry out the calls.
     This check leaves the group aborted.

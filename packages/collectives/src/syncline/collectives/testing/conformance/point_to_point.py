@@ -48,8 +48,8 @@ def both_send_first(group: ProcessGroup) -> None:
 def tags(group: ProcessGroup) -> None:
     """Check that a receive gets the oldest message with its tag, even if messages with other tags were sent earlier.
 
-    The receives name a sender, or take messages from any rank. A sender passes one of the tags as an integer of 8 bits. A
-    comparison of this integer with a large number would overflow.
+    Some receives name a sender, the others take messages from any rank. A sender passes one of the tags as an integer of 8
+    bits. A comparison of this integer with a large number would overflow.
     """
     if group.size == 1:
         return

@@ -43,7 +43,10 @@ def overlapping_memory(group: ProcessGroup) -> None:
 
 
 def overlapping_parts(group: ProcessGroup) -> None:
-    """Check that all_gather_into_tensor and reduce_scatter_tensor refuse a part that overlaps the whole at a wrong place."""
+    """Check that all_gather_into_tensor and reduce_scatter_tensor refuse a wrong overlap of the two tensors.
+
+    The small tensor may lie inside the large tensor only as this rank's part.
+    """
     block = torch.zeros(group.size * 3 + 3)[: group.size * 3]
     across = block.as_strided((3,), (1,), 1)
     _refused(group, "gathering a piece", partial(group.all_gather_into_tensor, block, across), f"part number {group.rank}")
@@ -62,7 +65,7 @@ def overlapping_memory_may_be_read(group: ProcessGroup) -> None:
 
 
 def wrong_device(group: ProcessGroup) -> None:
-    """Check that the group refuses a tensor on a type of device that it does not serve."""
+    """Check that the group refuses a tensor on a type of device that the group does not serve."""
     meta = torch.empty(3, device="meta")
     cpu = [torch.empty(3) for _ in range(group.size)]
     _refused(group, "all_reduce on meta", partial(group.all_reduce, meta), "meta")

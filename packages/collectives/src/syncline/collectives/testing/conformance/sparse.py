@@ -36,7 +36,7 @@ def sums(group: ProcessGroup) -> None:
 
 
 def halves(group: ProcessGroup) -> None:
-    """Check that sparse float16 and bfloat16 are added in float32, so that only the final sum is rounded."""
+    """Check that sparse float16 and bfloat16 are added in float32, so that only the final result is rounded."""
     for dtype, exact_below in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
         # In the dtype itself, `exact_below` + 1 is rounded to `exact_below`. The tensor of rank 0 has the same index twice.
         mine = [exact_below / 2, exact_below / 2] if group.rank == 0 else [1.0]

@@ -41,7 +41,7 @@ class _LabelledCollectives:
         self.log.append(label)
 
     def expect_in_order(self, expected: list[str]) -> None:
-        """Check that every collective had one label on all ranks, and that `log` on this rank has the labels `expected`."""
+        """Check that each collective got one label from all ranks, and that `log` on this rank has the labels `expected`."""
         # On CUDA, each callback waited on its own stream. The callbacks' futures have no tensors, so the current stream does
         # not wait for these streams. After the barrier, all collectives have finished.
         self._group.barrier()

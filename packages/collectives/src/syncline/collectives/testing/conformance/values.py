@@ -137,9 +137,9 @@ def _reduced(op: ReduceOp, terms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def in_every_way(group: ProcessGroup, tensor: torch.Tensor, op: Reduction) -> list[tuple[str, torch.Tensor]]:
-    """Reduce a flat tensor by all_reduce, by reduce to each root, and by reduce_scatter_tensor. Return names and results.
+    """Reduce a flat tensor by all_reduce, by reduce to each root, and by reduce_scatter_tensor.
 
-    A reduce to another root gives this rank no result, and is left out.
+    Return the name and the result of each call. A reduce to another root gives this rank no result, and is left out.
     """
     all_reduced, scattered = tensor.clone(), torch.zeros_like(tensor)
     group.all_reduce(all_reduced, op)
