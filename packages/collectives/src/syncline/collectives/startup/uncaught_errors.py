@@ -207,8 +207,7 @@ def flush_output() -> None:
             stream.flush()
 
 
-def say(text: str, stream: TextIO | None = None, *, end: str = "
-") -> None:
+def say(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
     """Write a text to a stream, if possible, with `end` after it. By default, to the standard error of the process's start."""
     flush_output()
     # torch's excepthook replaces `sys.stderr`.

@@ -142,8 +142,8 @@ class FromTorchStore(Store):
     Five differences from Syncline's own stores remain:
 
     * torch's FileStore counts an internal key in `num_keys`.
-    * If several threads or processes delete the same key of a torch FileStore at the same time, `delete_key` may return true for
-      more than one of them.
+    * If several threads or processes delete the same key of torch's FileStore at the same time, `delete_key` may return true
+      for more than one of them.
     * torch's TCPStore closes the client's connection after an `add` to a value that is not a number.
     * If a value begins with a number, such as " 3abc", `add` uses this number.
     * If a sum does not fit into 64 bits, the sum wraps around without an error.
