@@ -76,7 +76,7 @@ class SlicesInWindow(WindowAlgorithm):
 
 
 class _Chunk(NamedTuple):
-    """A chunk of the slice that this rank reduces: see Note [Slices] in `SlicesInWindow`.
+    """A chunk of the slice that this rank reduces: see Note [Slices].
 
     Attributes:
         reduce: combines the terms of all ranks, into `out`.
