@@ -25,7 +25,7 @@ class BackwardReduction:
         usage: the usage model. The caller calls its `begin` or `shadow_backward` before `start` or `start_empty`.
         reduction: starts the reduction of a bucket.
         group: the group whose ranks average their gradients.
-        statistics: gets the times.
+        statistics: the object that stores the times of this backward.
         mark: identifies this backward; see Note [Which backward is reduced] in `sync_policy`.
     """
 
@@ -100,7 +100,10 @@ class BackwardReduction:
         return all(self._usage.may_skip(bucket.indices) for bucket in self._buckets[number + 1 :])
 
     def _start_agreements(self) -> None:
-        """Every rank calls this method after its last bucket."""
+        """Start the collectives by which the ranks agree at the end of a backward.
+
+        Every rank calls this method after its last bucket.
+        """
         self._usage.sync_used_map()
         # If the ranks compare their calls only at the end of backward, `finish` starts the comparison.
         if not self._compares_at_end():

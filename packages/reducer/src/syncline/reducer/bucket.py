@@ -49,8 +49,8 @@ class Bucket:
 
     A view has the shape of its parameter. If the parameter's elements fill their memory without gaps (as in channels-last
     order), the view also has the parameter's strides. The view keeps these strides even if the parameter gets other strides
-    later. An element must be at the same place of the buffer on all ranks, so `layouts` are the layouts that the ranks have
-    compared.
+    later. An element must be at the same place of the buffer on all ranks, so the constructor's `layouts` must be the layouts
+    that the ranks have compared.
 
     Attributes:
         indices: the parameters' indices in the reducer.
@@ -165,9 +165,9 @@ class Bucket:
         return self.buffer is self._own_memory[0]
 
     def _positions_in_place(self, gradients: list[torch.Tensor | None]) -> list[int]:
-        """Return the positions of the gradients that are in the buffer already, each at its own offset.
+        """Return the positions of the gradients that already have their place in the buffer, so that no copy is necessary.
 
-        In the list `gradients`, replace a gradient at a wrong offset in the buffer by a copy.
+        If a gradient is at a wrong place of the buffer, replace it by a copy in the list `gradients`.
         """
         if self._aliasing is not None:
             return self._aliasing.in_place(gradients) if self._is_in_own_memory else []
@@ -239,7 +239,7 @@ class Bucket:
     # ---- after the reduction ----
 
     def release_gradients(self) -> None:
-        """Move gradients that are in the bucket's memory into new memory. With `as_view`, do nothing."""
+        """If gradients are in the bucket's memory, move them into new memory. With `as_view`, do nothing."""
         if self._aliasing is not None:
             self._aliasing.move_out()
 
@@ -356,9 +356,9 @@ def _some_are_none(gradients: Sequence[torch.Tensor | None]) -> bool:
 
 
 def set_view(parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
-    """Set the parameter's gradient to a view of a bucket. If the parameter has other strides now, set it to a copy of the view.
+    """Set the parameter's gradient to a view of a bucket, or to a copy of the view if the parameter now has other strides.
 
-    Fused optimizers pair the elements of parameters and gradients in the order of memory.
+    The strides must be equal, because fused optimizers pair the elements of parameters and gradients in the order of memory.
     """
     if parameter.stride() == view.stride() or Layout.of(parameter).strides == view.stride():
         parameter.grad = view

@@ -83,7 +83,10 @@ class BucketBuilder:
         return [[order[position] for position in bucket.indices] for bucket in assigned]
 
     def _assign_from_front(self, backwards: Sequence[int], caps_bytes: Sequence[int]) -> list[list[int]]:
-        """The buckets in the result, and the members of each bucket, have the order of `backwards`."""
+        """Assign parameters to buckets, beginning with the last index of `backwards`.
+
+        The buckets in the result, and the members of each bucket, have the order of `backwards`.
+        """
         forwards = self._assign(backwards[::-1], caps_bytes)
         return [bucket[::-1] for bucket in sorted(forwards, key=min, reverse=True)]
 

@@ -49,8 +49,8 @@ class BucketReduction:
     def start(self, bucket: AnyBucket, number: int, is_last: Callable[[], bool], times: BucketTimes) -> PendingReduction:
         """Issue the reduction of a bucket. All ranks call this method for the same buckets in the same order.
 
-        `is_last` says whether this is the last bucket of the backward. `is_last` may wait for other ranks, and is called only
-        if there is a hook.
+        `is_last` is a function that returns whether this is the last bucket of the backward. The function may wait for other
+        ranks. It is called only if there is a hook.
         """
         with naming_parameters(lambda: bucket.names):
             # Check for a hook first: a hook also reduces sparse buckets, on any group.
@@ -76,8 +76,8 @@ class BucketReduction:
 class PendingReduction(ABC):
     """A bucket whose reduction is issued. The end time of the reduction is written into `times`.
 
-    Callbacks must hold no reference to the group. A callback that drops the last reference to a group of torch, on this group's
-    own thread, would wait for ever.
+    Callbacks on the reduction must hold no reference to the group. A group of torch may run a callback on the group's own
+    thread. If this callback drops the last reference to the group, it waits for ever.
 
     Attributes:
         shows_bucket: whether a hook has seen the bucket's memory, and may use this memory later.
@@ -90,7 +90,7 @@ class PendingReduction(ABC):
         self._times = times
 
     def wait(self) -> object:
-        """Wait until the reduction is over. Return the reduced buffer, or whatever a wrong hook has returned.
+        """Wait until the reduction is over. Return the reduced buffer, or the hook's result, which is not checked here.
 
         Raises:
             TransportError, DisagreementError: the group's error. Its text also names the parameters.
@@ -175,7 +175,7 @@ class HookReduction(PendingReduction):
 
 
 class DeferredReduction(PendingReduction):
-    """A sparse bucket on a group without `has_total_order`, such as a group of torch. The reduction runs inside `wait`.
+    """A sparse bucket on a group whose `has_total_order` is False, such as a group of torch. The reduction runs inside `wait`.
 
     A sparse all_reduce issues further collectives in a callback, in an order that could differ between ranks. When `wait` is
     called, all other collectives are issued already.

@@ -37,7 +37,11 @@ class DelayedUsage(UsageModel):
         return [index for index in self._usage.begin() if index not in self._delayed]
 
     def needed(self, indices: Collection[int]) -> int | None:
-        """Return None for a bucket with a delayed parameter or with `until`, else ask the wrapped usage model."""
+        """Return how many gradients these parameters of one bucket get in this backward. None: the number is not known.
+
+        For a bucket with a delayed parameter or with `until`, the result is None. For any other bucket, the wrapped usage model
+        gives the result.
+        """
         return None if self._until in indices or not self._delayed.isdisjoint(indices) else self._usage.needed(indices)
 
     def shadow_backward(self) -> None:

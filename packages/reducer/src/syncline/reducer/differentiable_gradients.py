@@ -34,7 +34,7 @@ def averaged(local: torch.Tensor, reduced: torch.Tensor, world_size: int) -> tor
 
 
 def warn_of_graph() -> None:
-    """Warn that second derivatives are not averaged, as torch's DistributedDataParallel does."""
+    """Warn that second derivatives are not averaged. torch's DistributedDataParallel warns of this, too."""
     warnings.warn(
         "backward(create_graph=True): the gradients are averaged, but the reduction is not differentiated through. A "
         "second derivative has only the part of this rank's loss, already divided by the number of ranks: add up the parts of "

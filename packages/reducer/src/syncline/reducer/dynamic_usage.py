@@ -17,8 +17,8 @@ class UsedMap:
     """A map of used parameters, on which the ranks agree.
 
     The map has one byte for each parameter: the parameter's highest level on any rank. Level 0 means unused. In `StaticUsage`,
-    level 2 means that the first reduced backward used the parameter. Level 1 means that only an earlier backward used the
-    parameter. `DynamicUsage` has only levels 0 and 1.
+    level 2 means that the first backward with averaging used the parameter. Level 1 means that only an earlier backward used
+    the parameter. `DynamicUsage` has only levels 0 and 1.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -28,7 +28,7 @@ class UsedMap:
         self._anywhere: Sequence[int] | None = None
 
     def sync(self, used: bytes) -> None:
-        """Start an all_reduce (MAX) of these bytes. A collective, unless the group has only one rank."""
+        """Start an all_reduce (MAX) of the map's bytes. If the group has several ranks, this is a collective."""
         if self._group.size == 1:
             self._anywhere = used
             return
@@ -51,7 +51,7 @@ class UsedMap:
 
 
 def without(indices: Collection[int], used: set[int], count: int) -> frozenset[int]:
-    """Return the given parameters that are not used. Fast if all `count` parameters are used."""
+    """Return those of the given parameters that are not in `used`. The call is fast if all `count` parameters are in `used`."""
     if len(used) == count or used.issuperset(indices):
         return frozenset()
     return frozenset(indices) - used

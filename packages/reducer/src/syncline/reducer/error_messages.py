@@ -27,7 +27,7 @@ def marked_twice(name: str, place: str, hint: str) -> MisuseError:
 
 
 def not_expected(name: str, place: str) -> MisuseError:
-    """Make the error for a parameter that had no gradient in the first reduced backward of a static graph."""
+    """Make the error for a parameter that had no gradient in the first backward with averaging of a static graph."""
     return MisuseError(
         f"found a gradient of parameter '{name}' on {place}, which had none in the first backward that was reduced. "
         "Your training graph has changed in this iteration, so it is not static: pass static_graph=False and "
@@ -160,7 +160,7 @@ def changed_before_average(name: str, place: str) -> MisuseError:
 
 
 def sees_own_gradients(names: Sequence[str]) -> str:
-    """Return the warning for users' hooks on these parameters."""
+    """Return the text of a warning: users' hooks on these parameters see gradients before they are averaged."""
     return f"{_shortened(names)}: hooks on the gradient before it is averaged. {_AFTER_AVERAGE}"
 
 
@@ -187,7 +187,7 @@ def with_parameter_names(error: Exception, names: Sequence[str]) -> SynclineErro
 
 
 def disagreement(error: DisagreementError, where: str) -> DisagreementError:
-    """Return a copy of the error whose text also says where the ranks disagree, and how to correct a stray backward."""
+    """Return a copy of the error that also says where the ranks disagree, and what to do if only some ranks ran a backward."""
     remedy = _STRAY_BACKWARD if is_of_a_stray_backward(str(error)) else ""
     return error.reworded(f"the ranks disagree in {where}.{remedy}\n{error}")
 

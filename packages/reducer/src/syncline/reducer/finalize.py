@@ -37,12 +37,12 @@ def finalize(
 
     Args:
         reductions: the reductions of the buckets, in the order of their start.
-        statistics: gets the times.
+        statistics: the object that stores the times of this backward.
         globally_unused: takes indices of parameters, and returns those whose gradients stay unchanged. May wait for other
             ranks.
         on_delivery: called for each bucket, with the parameters that now have their reduced gradients.
         extra_futures: further futures to wait for.
-        verification: called last. Returns the work by which the group compares its calls.
+        verification: a function that is called last. It returns the work by which the group compares its calls.
 
     Raises:
         DisagreementError: the ranks called different collectives.

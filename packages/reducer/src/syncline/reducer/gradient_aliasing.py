@@ -13,7 +13,7 @@ LEAST_ALIASED_BYTES = 256 << 10
 
 
 class GradientAliasing:
-    """Lets the large gradients of a bucket use the bucket's memory between two backwards. Only for gradients on the CPU.
+    """Lets the large gradients of a bucket stay in the bucket's memory between two backwards. Works only on the CPU.
 
     Note [Aliased gradients]
     ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -47,7 +47,8 @@ class GradientAliasing:
     def is_memory_free(self) -> bool:
         """Whether the bucket may overwrite its memory.
 
-        True if every moved gradient is gone, has other memory, or is still the `grad` of its parameter.
+        True if each gradient that was moved into this memory is gone, has other memory now, or is still the `grad` of its
+        parameter.
         """
         return all(
             storage_users(alias) == self._alone[position]
@@ -61,7 +62,9 @@ class GradientAliasing:
         return [position for position in self._aliases if self._is_moved(position, gradients[position])]
 
     def move(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> set[int]:
-        """Let gradients use the bucket's memory, which has the reduced values, as their data. Skip `untouched` positions.
+        """Make gradients use the bucket's memory as their data. So they get the reduced values in this memory without a copy.
+
+        The method skips small gradients, gradients at `untouched` positions, and gradients that may not move (see `_may_move`).
 
         Returns:
             The positions of the gradients that are now in the bucket's memory.
@@ -82,7 +85,7 @@ class GradientAliasing:
         return moved
 
     def move_out(self) -> None:
-        """Move gradients out of the bucket's memory into new memory, except gradients whose memory other code uses."""
+        """Move gradients out of the bucket's memory into new memory. A gradient whose memory other code uses is not moved."""
         for position, alias in self._aliases.items():
             gradient = self._parameters[position].grad
             # This parameter's gradient is not in the bucket's memory.
@@ -119,7 +122,7 @@ class GradientAliasing:
 
 
 def _may_move(gradient: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether a move of this gradient changes nothing that the user can see, except the gradient's address."""
+    """Whether this gradient may move into a bucket's memory: the user would see no change except the gradient's address."""
     return (
         type(gradient) is torch.Tensor
         and not gradient.requires_grad

@@ -10,7 +10,7 @@ from syncline.collectives import InvalidArgumentError, MisuseError
 
 
 class NamedParameters:
-    """Checked names and parameters. The index of a parameter is its position, the same on every rank.
+    """The names and parameters of a reducer, checked at construction. A parameter's index is its position, equal on all ranks.
 
     Raises:
         MisuseError: there is no parameter, or a parameter does not require a gradient.

@@ -1,4 +1,4 @@
-"""A state machine for gradients that the reducer has not taken yet. It needs no tensors."""
+"""A state machine, without tensors, for gradients that have come and that the reducer has not yet put into buckets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PendingBucket:
         self.expect(None)
 
     def expect(self, needed: int | None, *, watch_all: bool = False) -> None:
-        """Set how many gradients must come before the reducer takes them. None: one gradient is enough.
+        """Set how many gradients must come before the reducer takes them. If `needed` is None, one gradient is enough.
 
         The first gradient and gradient number `needed` wake the reducer. With `watch_all`, or if `needed` is None, every
         gradient wakes the reducer.
@@ -51,7 +51,8 @@ class PendingBucket:
     def take(self, *, but_last: bool = False) -> list[int]:
         """Return the indices of the gradients that have come, and forget these gradients.
 
-        With `but_last`, leave out the latest gradient. Until the next `expect`, one gradient is enough.
+        With `but_last`, leave out the latest gradient. Until the next call of `expect`, `are_enough` is True after one
+        gradient.
         """
         count = len(self.indices) - but_last
         taken = self.indices[:count]

@@ -119,8 +119,8 @@ class Reducer(Inherited):
             `bucket_cap_bytes` is a list, or is smaller.
         gradient_as_bucket_view: make `parameter.grad` a view of the bucket, to save a copy and memory.
         sparse: for each parameter, whether its gradients are sparse (COO). None: no gradient is sparse.
-        find_unused_parameters: a backward may reach only some of the parameters (at least one), and other parameters on each
-            rank. If no rank uses a parameter, its gradient stays unchanged.
+        find_unused_parameters: a backward may reach only some of the parameters (at least one), and different parameters on
+            each rank. If no rank uses a parameter, its gradient stays unchanged.
         skip_all_reduce_unused_params: do not reduce a bucket if no rank uses its parameters. Requires `find_unused_parameters`.
         static_graph: promise that every backward with averaging has the graph of the first backward. See `StaticUsage`. As in
             torch, this option overrides `find_unused_parameters`.
@@ -491,7 +491,7 @@ class Reducer(Inherited):
         self._count_gradients_of(named.names)
 
     def _count_gradients_of(self, names: Collection[str]) -> None:
-        """Let gradients that exist already count as uses, so that they are part of the next reduction."""
+        """Treat gradients that these parameters already have as new gradients, so that they are part of the next reduction."""
         found = enumerate(zip(self._named.names, self._parameters, strict=True))
         there = [index for index, (name, parameter) in found if name in names and parameter.grad is not None]
         self._usage.accumulated(there, ())
@@ -671,7 +671,7 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _on_wake(self, bucket: PendingBucket) -> None:
-        """A hook on a parameter calls this method, on the thread of backward.
+        """Look at the gradients that have come to a bucket. A hook on a parameter calls this method, on the thread of backward.
 
         See Note [What one gradient costs] in `pending_gradients`.
         """
@@ -698,7 +698,10 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _on_node_done(self, index: int, bucket: PendingBucket) -> None:
-        """A hook on a parameter's node calls this method, on the thread of backward."""
+        """If the bucket's gradients have waited for this node, take these gradients.
+
+        A hook on the node calls this method, on the thread of backward.
+        """
         with self._lock:
             taken = self._pending.node_done(bucket, index)
             if taken:
@@ -818,7 +821,10 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _finish(self) -> None:
-        """Autograd calls this method after `_BackwardEnd.end` of all reducers, because `_finish` overwrites gradients."""
+        """Wait for the reductions at the end of a backward, and write the averages into the gradients.
+
+        Autograd calls `_finish` after `_BackwardEnd.end` of all reducers, because `_finish` overwrites gradients.
+        """
         assert self._running is not None, "a backward that ends has begun"
         self._running.finish(self._on_delivery, self._extra_futures)
         if self._learns_order:
@@ -846,7 +852,7 @@ class Reducer(Inherited):
         self._hooks.register(self._pending)
 
     def _build_if_due(self) -> None:
-        """If this call builds buckets, it is a collective."""
+        """Build the buckets if they are due. If this call builds buckets, it is a collective."""
         # The constructor must not wait for other ranks, so it builds no buckets. For example, a single rank may copy a wrapped
         # module to average the weights over time.
         if self._buckets is None:

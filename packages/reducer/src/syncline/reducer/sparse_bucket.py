@@ -17,8 +17,7 @@ class SparseBucket:
     """The bucket of one parameter with a sparse gradient (COO), which has different elements on each rank.
 
     Between backwards the bucket holds no memory. The reduced gradient, with the elements of all ranks, replaces the parameter's
-    gradient. `buffer` is the gradient that is being reduced, coalesced. For the other attributes, see `Bucket`; `views` is
-    empty.
+    gradient. During a reduction, `buffer` is the coalesced gradient. For the other attributes, see `Bucket`; `views` is empty.
     """
 
     def __init__(self, index: int, parameter: torch.nn.Parameter, name: str, group: ProcessGroup) -> None:

@@ -44,7 +44,7 @@ class GradSyncPolicy:
         self._set(*self._before)
 
     def reduced(self) -> None:
-        """Record the end of a reduced backward."""
+        """Record the end of a backward that averaged gradients."""
         self._forwards, self._backwards = self._next()
         self._set(False, self._latest)
 
@@ -60,7 +60,10 @@ class GradSyncPolicy:
 
     @property
     def mark(self) -> str:
-        """A text that identifies the next reduced backward, such as "backward 1 since forward 7". The ranks compare it."""
+        """A text that identifies the next reduced backward, such as "backward 1 since forward 7".
+
+        The ranks compare this text.
+        """
         forward, backward = self._next()
         return f"backward {backward} since forward {forward}"
 

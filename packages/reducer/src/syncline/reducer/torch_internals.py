@@ -117,7 +117,7 @@ class _HeldHook:
 
 @contextmanager
 def hookable(*parameters: torch.nn.Parameter) -> Iterator[None]:
-    """A context in which frozen parameters accept hooks. If torch refuses to unfreeze one of them, all are frozen again."""
+    """A context in which frozen parameters accept hooks. If torch refuses to unfreeze a parameter, all are frozen again."""
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     try:
         for parameter in frozen:
@@ -146,7 +146,7 @@ def in_compiled_autograd() -> bool:
 
 
 def hooks_after_accumulation(parameter: torch.nn.Parameter) -> Collection[object]:
-    """Return all post-accumulate-grad hooks on a parameter, also the reducer's."""
+    """Return all post-accumulate-grad hooks on a parameter, including the reducer's own hooks."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return () if hooks is None else hooks.values()
 

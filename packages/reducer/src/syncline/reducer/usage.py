@@ -62,7 +62,7 @@ class UsageModel(ABC):
 
     @abstractmethod
     def needed(self, indices: Collection[int]) -> int | None:
-        """Return how many gradients these parameters of one bucket get in this backward.
+        """Return how many gradients these parameters of one bucket together get in this backward.
 
         When so many gradients have come, the reducer calls `arrived`. If the result is None, the number is not known. Then the
         reducer calls `arrived` after each gradient.
@@ -86,7 +86,9 @@ class UsageModel(ABC):
         """Begin a backward that this rank does not run itself. The reducer calls this method in place of `begin`."""
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:  # noqa: B027 - most models need not know
-        """Record gradients of a backward without averaging, as in `no_sync`. The next backward with averaging counts them, too.
+        """Record gradients of a backward without averaging, as in `no_sync`.
+
+        The next backward with averaging counts these gradients, too.
 
         Raises:
             UnexpectedGradientError: an earlier backward has shown that one of these parameters gets no gradient.
@@ -113,7 +115,7 @@ class UsageModel(ABC):
         return frozenset()
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
-        """Return those of the given parameters that no rank uses. Their gradients stay unchanged.
+        """Return those of the given parameters that no rank uses. The gradients of the returned parameters stay unchanged.
 
         The method may wait for the collectives of `sync_used_map`.
         """

@@ -72,7 +72,7 @@ class UsersHooks:
                 self._handles[index] = hook_defined_gradients(self._parameters[index], note)
 
     def begin(self) -> None:
-        """Record the parameters' versions at the beginning of a reduced backward.
+        """Record the parameters' versions at the beginning of a backward that averages gradients.
 
         Hooks on the first gradient may have run before this call. An optimizer's step in such a hook is detected only if the
         hook also drops the gradient.

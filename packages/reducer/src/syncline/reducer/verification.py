@@ -110,10 +110,10 @@ def telling_the_others(group: ProcessGroup) -> Iterator[None]:
 
 
 def _find_difference(mine: object, group: ProcessGroup) -> Difference | None:
-    """A collective. Returns None if all ranks have equal values.
+    """A collective. Return the first difference between the ranks' values. None: all ranks have equal values.
 
     Raises:
-        DisagreementError: one of the two ranks has refused its model. The text shows the reason.
+        DisagreementError: one of the two ranks that differ has refused its model. The text shows the reason.
     """
     text = json.dumps(mine)
     if are_same_on_all_ranks(text.encode(), group=group):
