@@ -34,7 +34,7 @@ class BatchNormalization(torch.autograd.Function):
         eps: float,
         group: ProcessGroup,
     ) -> torch.Tensor:
-        """Normalise this rank's part of the batch. The dtype and the memory format stay."""
+        """Normalise this rank's part of the batch. The result has the dtype and the memory format of the inputs."""
         dtype = working_dtype(inputs)
         mean, variance = statistics.mean.to(dtype), statistics.variance.to(dtype)
         ctx.save_for_backward(inputs, weight, mean, (variance + eps).rsqrt())
@@ -45,7 +45,7 @@ class BatchNormalization(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Compute the gradients of inputs, weight and bias. A collective if the inputs require a gradient."""
+        """Compute the gradients of inputs, weight and bias. If the inputs require a gradient, this is a collective."""
         inputs, weight, mean, scale = ctx.saved_tensors
         dims, shape = reduced_dims(inputs), channel_shape(inputs)
         gradient = gradients[0].to(mean.dtype)

@@ -25,7 +25,7 @@ class BatchStatistics:
 
     @property
     def variance(self) -> torch.Tensor:
-        """The mean squared distance from the mean, with which the layer normalises a batch."""
+        """The mean squared distance from the mean. Batch normalisation divides by the square root of this value."""
         return self.squares / self.count
 
     @property

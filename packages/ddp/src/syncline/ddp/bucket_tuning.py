@@ -95,7 +95,7 @@ def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[froze
 
 
 def measuring_caps(total_bytes: int) -> list[int]:
-    """Return the bucket sizes in bytes for the measured steps: small, to measure exactly when gradients come."""
+    """Return the bucket sizes in bytes for the measured steps. Small buckets show more exactly when gradients come."""
     return [max(MIB, total_bytes // _MEASURED_BUCKETS)]
 
 
@@ -183,7 +183,7 @@ class BucketTuning:
                 self._decide()
 
     def give_up(self, why: str) -> None:
-        """Leave the buckets unchanged. All ranks call this method after the same step."""
+        """Stop the tuning, and leave the buckets unchanged. All ranks call this method after the same step."""
         if not self._is_over and self._group.rank == 0:
             logger.info('bucket_cap_mb="auto": the buckets stay as they are, because %s', why)
         self._is_over = True

@@ -110,8 +110,8 @@ class Buffers:
         In evaluation mode, backward reads the running statistics, so they must not change before backward. Call this method
         only after a forward with gradients. A forward is forgotten when the graph of its outputs is gone.
 
-        `reductions` is the number of reduced backwards so far. When this number grows, the method forgets all forwards without
-        a layer in evaluation mode.
+        `reductions` is the number of backwards that have averaged gradients so far. When this number grows, the method forgets
+        all forwards without a layer in evaluation mode.
         """
         if reductions != self._reductions:
             self._reductions = reductions
@@ -162,7 +162,7 @@ class Buffers:
 
     @contextmanager
     def _seen_by_autograd_if_changed(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Hide writes from autograd, except changes of values that a backward may read.
+        """A context for writes to buffers. Autograd sees a write only if it changes a value that a backward may read.
 
         If autograd saw all writes, a second forward could not run before the backward of the first forward.
         """

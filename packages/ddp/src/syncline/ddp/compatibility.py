@@ -55,7 +55,7 @@ class ReducerNames:
         """Do nothing, because the forward of `DistributedDataParallel` prepares the reducer."""
 
     def prepare_for_backward(self, tensors: Any) -> None:  # noqa: ARG002 - torch's
-        """Let the next backward average gradients. `tensors` has no effect."""
+        """Make the next backward average gradients. `tensors` has no effect."""
         self._reducer.prepare_for_backward()
 
     def _rebuild_buckets(self) -> bool:
@@ -104,7 +104,7 @@ class LoggerData:
 
 
 class TorchNames:
-    """A mixin with attributes and methods of torch's DDP. Most are private in torch."""
+    """A mixin with attributes and methods of torch's DDP. Most of these names are private in torch."""
 
     if TYPE_CHECKING:
         _group: ProcessGroup
@@ -124,16 +124,16 @@ class TorchNames:
         fused_optimizer: FusedOptimizer
 
         def update_process_group(self, process_group: ProcessGroup | dist.ProcessGroup | None) -> None:
-            """The public method behind `_update_process_group`."""
+            """Average gradients over another group from now on. `_update_process_group` calls this public method."""
 
         def _check_no_wire_dtype(self) -> None: ...
 
         def logging_data(self) -> dict[str, int | str]:
-            """The public method behind `_get_ddp_logging_data`."""
+            """Return the logging data of torch's DDP. `_get_ddp_logging_data` calls this public method."""
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Whether buffers may differ between ranks. If so, the next forward synchronises them, unless this is turned off."""
+        """Whether buffers may differ between ranks. If True, the next forward with `forward_sync_buffers` makes them equal."""
         return self._buffer_sync.are_stale
 
     @require_forward_param_sync.setter
@@ -176,7 +176,7 @@ class TorchNames:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """The ZeRO optimizer of torch reads this attribute."""
+        """Whether the buckets are in the order in which gradients arrive. The ZeRO optimizer of torch reads this attribute."""
         return self._reducer.has_rebuilt_buckets
 
     @property

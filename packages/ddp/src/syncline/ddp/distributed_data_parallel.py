@@ -90,11 +90,11 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             no default group, the constructor calls Syncline's `init_process_group()`.
         bucket_cap_mb: the approximate size of a bucket of gradients in MiB. None: 25, but 1 for the first bucket. "auto": DDP
             measures about ten steps, then chooses sizes; see `tuned_bucket_cap_mb`.
-        find_unused_parameters: True: a backward may leave out parameters, and each rank may leave out other parameters. If a
-            parameter gets no gradient on any rank, it keeps its previous `grad`.
+        find_unused_parameters: True: a backward may leave out parameters, and each rank may leave out different parameters. If
+            a parameter gets no gradient on any rank, it keeps its previous `grad`.
         check_reduction: deprecated; has no effect.
-        gradient_as_bucket_view: True makes each `parameter.grad` a view of its bucket. This saves one copy of all gradients, in
-            time and in memory. Do not call `detach_()` on these gradients.
+        gradient_as_bucket_view: True makes each `parameter.grad` a view of its bucket. These views save one copy of all
+            gradients, in time and in memory. Do not call `detach_()` on these gradients.
         static_graph: True promises that every backward uses the same graph as the first backward. Re-entrant checkpoints and
             unused parameters are then allowed.
         delay_all_reduce_named_params: pairs of a name and a parameter. A backward may compute any number of gradients for these
@@ -246,7 +246,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the backward of the next forward averages gradients. `no_sync` sets this to False.
+        """Whether the backward of the next forward averages gradients. `no_sync` sets the value to False.
 
         If False, this backward only adds to this rank's gradients.
         """
@@ -326,7 +326,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         warnings.warn(self._reducer.users_hooks_in_words(), stacklevel=7)  # the script's call of the model
 
     def _follow_module(self, *, within_join: bool = False) -> bool:
-        """If the module has changed, average the gradients of its present parameters. Return whether a parameter is trained.
+        """Average the gradients of the module's present parameters from now on. Return whether a parameter requires a gradient.
 
         If the module has changed and `init_sync` is True, this is a collective.
         """
@@ -378,7 +378,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return True
 
     def _share_new(self, new: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """A collective. Give all ranks rank 0's values of the new parameters and buffers."""
+        """A collective. Copy the values of the new parameters and buffers from rank 0 to all ranks."""
         syncs_buffers = self._sync_buffers_at_first
         with self._group.marked("the module has changed"):
             # If a check fails on one rank, the other ranks raise an error in `verify`.
@@ -481,7 +481,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
 
     def join_hook(self, **kwargs: Any) -> UnevenInputs:
-        """Return the hook that takes this rank's part in the module's collectives when this rank has no inputs left.
+        """Return the hook that calls the module's collectives on this rank after this rank has run out of inputs.
 
         `Join` calls this method on every rank at the start of the context. `kwargs` may contain
         `divide_by_initial_world_size`; see `join`.
@@ -518,15 +518,15 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """From now on, average gradients over the ranks of another group. The new group may have more, fewer or other ranks.
 
         Every rank of the new group calls this method. Before the call, give each new rank the parameters and buffers of the
-        other ranks: the method compares no values. The method copies values in one case: a rank's module has other
-        parameters than before (new values alone are no change), and has run no forward with gradients since then. Then all
-        ranks get rank 0's values of the new parameters, and of new buffers if the constructor has broadcast the buffers. If
+        other ranks: the method compares no values. The method copies values in one case: a script has added, replaced or
+        unfrozen parameters, and has run no forward with gradients since then. In this case, all ranks get rank 0's values of
+        these parameters. If the constructor has broadcast the buffers, all ranks also get rank 0's values of new buffers. If
         `init_sync` is False, the method copies nothing.
 
         The communication hook stays registered. If the hook's state holds the old group, register the hook with a new state. A
         running `trace` ends. `watch_stragglers` and `check_replicas` go on if all ranks of the new group have the same `every`,
         and count steps from 1 again. If gradients wait for averaging, such as after a backward in `no_sync`, the first backward
-        with averaging in the new group averages them, too.
+        with averaging in the new group also averages these gradients.
 
         Args:
             process_group: the new group, of Syncline or of torch.distributed. None: the default group, as in the constructor.
@@ -584,7 +584,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self.check_replicas(check_every)
 
     def _verify_and_share_new(self, group: ProcessGroup) -> None:
-        """A collective of a new group. Compare the modules. Copy rank 0's values of the tensors that no forward has shared."""
+        """A collective of the new group. Compare the modules, and copy rank 0's values of new tensors to all ranks.
+
+        `ModelWatch.new` and `ModelWatch.new_buffers` say which tensors are new.
+        """
         mine = []
         # If no parameter has changed, a forward may have made the new buffers. Each rank keeps its own buffers, as in a
         # forward.
@@ -624,7 +627,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return self._reducer.hook
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]) -> None:
-        """Let `hook(state, bucket)` reduce the gradients of each bucket over the ranks, in place of DDP's average.
+        """Make `hook(state, bucket)` reduce the gradients of each bucket over the ranks, in place of DDP's average.
 
         Every rank registers the same hook. Another call replaces the hook.
 
@@ -636,8 +639,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         Raises:
             InvalidTypeError: the hook is not callable.
             InvalidArgumentError: the hook's annotations name another type for the bucket or for the result.
-            MisuseError: a backward is running or has failed. Or `mixed_precision` sets a dtype for averaging, which allows no
-                hook.
+            MisuseError: a backward is running or has failed. Or `mixed_precision` sets a dtype for averaging, so no other hook
+                is allowed.
         """
         self._check_no_wire_dtype()
         try:
@@ -916,7 +919,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     # ---- copies ----
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that a copy keeps. A copy has no hooks, and averages even if it is made within `no_sync`."""
+        """Return the attributes that a copy keeps. A copy has no hooks.
+
+        If a copy is made within `no_sync`, its backwards still average gradients.
+        """
         if not self._is_default_group:
             raise MisuseError(
                 f"a DistributedDataParallel on {self._group.place()} cannot be copied or pickled: only the default "

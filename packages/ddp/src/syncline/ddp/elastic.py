@@ -94,12 +94,13 @@ class Elastic:
         max_failures: the largest number of ranks that may be lost in the whole training. None: any number.
         silence_timeout_s: the number of seconds that a recovery waits for a rank that does not answer and may still run; see
             [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
-        give_up_s: the largest number of seconds that one recovery may take, and that a newcomer waits to be let in.
+        give_up_s: the largest number of seconds that one recovery may take. A newcomer also waits at most this number of
+            seconds to be let in.
         admit_every: the ranks look for newcomers after every `admit_every` applied steps, if the group can let ranks in
             (`ProcessGroup.missing_for_admit`).
 
     Attributes:
-        applied_steps: the number of applied steps.
+        applied_steps: the number of steps that all ranks have applied.
         lost_ranks: the numbers of the lost ranks, as in `ProcessGroup.members`. These numbers do not change in a recovery.
         recovery_s: the duration of each recovery in seconds, from the error to the end of the recovery.
 
@@ -431,7 +432,7 @@ class Elastic:
     # ---- the recovery ----
 
     def _recover(self, error: TransportError) -> bool:
-        """Continue with the remaining ranks. Return whether this rank's latest agreement holds for all ranks."""
+        """Continue with the remaining ranks. Return whether this rank's latest agreement holds (see `_settle`)."""
         began_s = time.perf_counter()
         logger.info("rank lost or out of reach: %s", error)
         present: dict[int, int] = {}
@@ -487,7 +488,9 @@ class Elastic:
         return present
 
     def _settle(self, most_agreements: int) -> bool:
-        """Return whether this rank's latest agreement holds. See Note [Applied on all or on none].
+        """Return whether this rank's latest agreement holds: whether it succeeded on at least one rank.
+
+        See Note [Applied on all or on none].
 
         `most_agreements` is the largest number of agreements in which a rank has taken part.
         """
@@ -515,7 +518,7 @@ class Elastic:
             self._model._watch.restore(self._watch_state)
 
     def _divide_or_end(self) -> None:
-        """On all remaining ranks, divide the samples again, or end the training."""
+        """Divide the samples among the remaining ranks. If too few ranks are left, end the training on all of them."""
         group = self._group
         self.lost_ranks = sorted(self._members - set(group.members))
         if group.size < self._min_ranks:

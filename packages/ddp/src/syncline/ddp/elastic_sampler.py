@@ -137,7 +137,7 @@ class ElasticSampler(Sampler[list[int]]):
         """Continue at the first batch that was not applied when `state` was saved.
 
         Raises:
-            MisuseError: `state` was saved within an epoch by a sampler with other arguments, so it has other batches.
+            MisuseError: `state` was saved within an epoch by a sampler with other arguments, so the batches differ.
         """
         # A dict that the script has made itself may lack the arguments.
         saved: dict[str, Any] = {name: state.get(name, value) for name, value in self.settings.items()}

@@ -35,7 +35,7 @@ class AverageHooks:
         return handle
 
     def __call__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Call the hooks for these parameters, whose gradients must be averaged. Then step the parameters."""
+        """Call the hooks for these parameters, then run the parameters' optimizers. The gradients must be averaged."""
         if self._hooks:
             for parameter in parameters:
                 for hook in tuple(self._hooks.values()):
@@ -75,8 +75,8 @@ class FusedOptimizer:
     def adopt(self, parameters: Iterable[torch.nn.Parameter], reductions: int) -> None:
         """Take over the optimizers that torch's `_apply_optimizer_in_backward` has attached to the parameters.
 
-        Call this method in each forward with gradients. `reductions` is the number of reduced backwards so far. As in torch,
-        `parameter.grad` becomes None after the parameter's step.
+        Call this method in each forward with gradients. `reductions` is the number of backwards that have averaged gradients so
+        far. As in torch, `parameter.grad` becomes None after the parameter's step.
         """
         # A look at all parameters costs 0.05 us for each of them. Without torch's module, optimizers can only come with
         # parameters that were unpickled, so look seldom.
@@ -94,7 +94,7 @@ class FusedOptimizer:
                 self._adopted[parameter] = list(attached)
 
     def step(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Step the parameters that have an optimizer here. The parameters' gradients must be averaged."""
+        """Run the registered and adopted optimizers of these parameters. The parameters' gradients must be averaged."""
         if not self.optimizers:  # the usual case; looking up each parameter would take as long as copying its gradient
             return
         for parameter in parameters:

@@ -41,7 +41,10 @@ def check_hook(hook: Callable[..., Any]) -> None:
 
 
 def _contradicts(annotation: Any, *expected: type) -> bool:
-    """Whether the annotation is a class, but no protocol, and none of the expected types is a subclass of it."""
+    """Whether the annotation excludes all expected types: it is a class, and no expected type is a subclass of it.
+
+    An annotation that is not a class, or that is a protocol, excludes no type.
+    """
     kind = get_origin(annotation) or annotation
     if kind in (inspect.Signature.empty, Any) or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return False

@@ -1,4 +1,4 @@
-"""Call functions after each reduced backward: a backward whose gradients were reduced over the ranks."""
+"""Call functions after each backward whose gradients the ranks have averaged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class IterationListeners:
             listener(statistics)
 
     def add(self, listener: Listener) -> None:
-        """Call this listener after each later reduced backward."""
+        """Add a listener, which is called after each later backward that averages gradients."""
         self._listeners.append(listener)
 
     def remove(self, listener: Listener) -> None:

@@ -209,7 +209,7 @@ class Join:
                 hook.leave()
 
     def _sync_active_ranks(self, *, present: bool) -> tuple[int, ...]:
-        """A collective of all ranks, with or without inputs."""
+        """Return the ranks that have inputs. A collective of all ranks, with or without inputs."""
         roll = torch.zeros(self._group.size, dtype=torch.uint8, device=self._device)
         roll[self._group.rank] = int(present)
         self._group.all_reduce(roll, ReduceOp.MAX)

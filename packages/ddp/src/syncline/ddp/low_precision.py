@@ -42,7 +42,10 @@ class _Found(NamedTuple):
 
     @disable_dynamo
     def put(self, tensors: Tensors) -> Tensors:
-        """Put a tensor into each of the attributes, and return the tensors that were there before. None: no attribute."""
+        """Put a tensor into each of the attributes, and return the tensors that were there before.
+
+        In the argument and in the result, None stands for a missing attribute.
+        """
         before = [holder.get(name) for holder, name, _ in self.places]
         for (holder, name, _), tensor in zip(self.places, tensors, strict=True):
             if tensor is None:
@@ -120,7 +123,10 @@ class LowPrecision:
 
     @disable_dynamo
     def _begin(self, what: str) -> int:
-        """Record that this thread uses the module's attributes, and return its number. Only one thread may use them."""
+        """Record that this thread uses the module's attributes, and return the thread's number.
+
+        Only one thread may use the attributes at a time.
+        """
         thread = threading.get_ident()
         self._threads_inside.append(thread)
         if any(other != thread for other in list(self._threads_inside)):
@@ -161,7 +167,10 @@ class LowPrecision:
 
     @disable_dynamo
     def _keep_what_was_written(self, found: _Found, casts: Sequence[_Cast], left: Tensors) -> None:
-        """See Note [Forwards that write into parameters]. `left` are the tensors in the attributes after the forward."""
+        """Copy to the parameters what the forward has written into casts. See Note [Forwards that write into parameters].
+
+        `left` are the tensors in the attributes after the forward.
+        """
         for (_, _, index), tensor in zip(found.places, left, strict=True):
             if tensor is not casts[index]:
                 raise MisuseError(
@@ -186,7 +195,10 @@ class LowPrecision:
         )
 
     def _enter_backward(self, found: _Found, casts: Tensors) -> None:
-        """Autograd calls this method before it uses the gradient of an output."""
+        """Put the casts into the module's attributes until the running backward ends.
+
+        Autograd calls this method before it uses the gradient of an output.
+        """
         thread, backward = threading.get_ident(), current_backward()
         with _entering:
             # Another output of this backward, or a backward around this one, has put the casts in place already.

@@ -59,7 +59,7 @@ def as_mixed_precision(given: object) -> MixedPrecision | None:
     """Convert the argument `mixed_precision` of `DistributedDataParallel`.
 
     Raises:
-        InvalidArgumentError: the argument is not a `MixedPrecision` of Syncline or of torch, and not None.
+        InvalidArgumentError: the argument is neither None nor a `MixedPrecision` of Syncline or of torch.
     """
     if isinstance(given, TorchMixedPrecision):
         return MixedPrecision(given.param_dtype, given.reduce_dtype, given.buffer_dtype)

@@ -40,9 +40,9 @@ class ModelWatch:
     - torch does not report layers that `insert` puts into a container, or layers that are taken out. So each forward checks the
       layers of the containers. The check costs 0.3 us for each container, and 0.03 us for each layer.
     - Some changes give no sign, such as `ddp.module.to(memory_format=...)`, or `ddp.module.double()` after a call of
-      `torch.__future__.set_overwrite_module_params_on_conversion(True)`. So the watch also checks all attributes that
-      hold parameters or modules (0.05 us each), and the shapes and strides of the parameters that need gradients. This check
-      comes after 0, 1, 2, 4, 8, 16 and 32 backwards that average gradients, and then after every 32 of these backwards. All
+      `torch.__future__.set_overwrite_module_params_on_conversion(True)`. So the watch also checks all attributes that hold
+      parameters or modules (0.05 us each), and the shapes and strides of the parameters that need gradients. These checks
+      come after 0, 1, 2, 4, 8, 16 and 32 backwards that average gradients, and then after every 32 of these backwards. All
       ranks check in the same forward.
 
     If the whole module is frozen, there are no gradients to average, so the watch reports no change. If unused parameters are
@@ -133,14 +133,14 @@ class ModelWatch:
         return self.has_sign
 
     def _has_other_layers(self, container: torch.nn.Module, count: int) -> bool:
-        """Whether the container's layers differ from those at the last `take_note_of_structure` (`count` layers)."""
+        """Whether the container has other layers than at the last `take_note_of_structure`, when it had `count` layers."""
         layers = own_children(container)
         if len(layers) != count and not self.allows_unused:
             return True
         return not self._parts.issuperset(map(id, layers.values()))
 
     def _has_stand_ins(self) -> bool:
-        """See Note [Tensors that stand in for parameters]."""
+        """Whether tensors stand in for the module's parameters. See Note [Tensors that stand in for parameters]."""
         noted = {(id(place), name): parameter for place, name, parameter in self._places}
         given = given_to_functional_call()
         return any(
@@ -172,7 +172,7 @@ class ModelWatch:
         return self.needs_gradients()
 
     def needs_gradients(self) -> bool:
-        """Whether a parameter requires a gradient. May ignore parameters that are new."""
+        """Whether a parameter requires a gradient. Parameters that are new since the last `take_note` may be overlooked."""
         # If unused parameters are allowed, taking a layer out is no change, so `_averaged` may still hold the layer's
         # parameters.
         return self._state.needs_gradients() if self.allows_unused else any(map(_requires_grad_of, self._averaged))
@@ -197,7 +197,7 @@ class ModelWatch:
         return dict(vars(self))  # no method changes a value in place
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to what the watch remembered earlier, so that it finds the changes since then again."""
+        """Go back to an earlier result of `state`, and report changes of the module since that time again."""
         vars(self).update(state)
         self.has_sign = True
 

@@ -131,7 +131,7 @@ def broadcast_tensors(named: Sequence[tuple[str, torch.Tensor]], group: ProcessG
 
 
 def writable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return detached views of the tensors, to write to. In each view, each element occurs once."""
+    """Return detached views of the tensors, for writing. In each view, each element occurs once."""
     return [tensor.detach() if 0 not in tensor.stride() else tensor.detach()[first_of_each(tensor)] for tensor in tensors]
 
 

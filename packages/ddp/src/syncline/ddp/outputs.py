@@ -15,12 +15,12 @@ PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device,
 
 @disable_dynamo
 def tensors_in(outputs: object) -> list[torch.Tensor]:
-    """Return all tensors in nested lists, tuples, sets, mappings and dataclasses, and in their attributes."""
+    """Return all tensors in nested lists, tuples, sets and mappings, and in the fields of dataclasses."""
     return [value for value in leaves(outputs) if isinstance(value, torch.Tensor)]
 
 
 def leaves(outputs: object) -> Iterator[object]:
-    """Yield every object that is no container, once. Objects of unknown types are not searched."""
+    """Yield each object that is not a container, and each only once. Objects of unknown types are not searched."""
     seen: dict[int, object] = {}  # holds the objects, because a new object may get the id of a freed object
     waiting = [outputs]
     while waiting:

@@ -24,9 +24,10 @@ class StepSnapshot:
         optimizers: the optimizers whose options are saved. If an optimizer has parameters of other modules, these parameters
             are saved, too.
         stateful: other objects that change with the steps, such as schedulers or a GradScaler.
-        hook_state: the state of the communication hook, whose errors of error feedback are saved.
+        hook_state: the state of the communication hook. Its error feedback is saved.
         accumulated: parameters whose gradients are accumulated for a later `optimizer.step()`. These gradients are saved.
-        earlier: the snapshot of the previous step. The new snapshot takes over its memory, so do not use `earlier` any more.
+        earlier: the snapshot of the previous step. The new snapshot takes over the memory of `earlier`, so do not use `earlier`
+            any more.
     """
 
     def __init__(

@@ -186,13 +186,13 @@ class SyncBatchNorm(BatchNorm):
     # ---- copies ----
 
     def __copy__(self) -> SyncBatchNorm:
-        """Copy the layer, but not its parameters and buffers. The copy has the same group."""
+        """Return a new layer that shares the parameters, buffers and group of this layer."""
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """Copy all attributes, except that the copy has the same group."""
+        """Copy all attributes except the group, which the copy shares with this layer."""
         memo[id(self.process_group)] = self.process_group
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))

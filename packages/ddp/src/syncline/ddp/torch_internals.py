@@ -113,7 +113,7 @@ def backward_keeps_graph() -> bool:
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Let autograd call `callback` when the running backward ends.
+    """Make autograd call `callback` when the running backward ends.
 
     The caller must have called `check_low_precision`.
     """
@@ -140,7 +140,7 @@ def moved_to(device: torch.device, inputs: tuple[Any, ...], kwargs: dict[str, An
 
 
 def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-    """Return a context in which autograd does not see changes of these tensors. Graphs that saved them stay valid."""
+    """Return a context in which autograd does not see changes of these tensors. Graphs that saved the tensors stay valid."""
     if _preserve is None:
         return nullcontext()
     if _PRESERVES_SEVERAL:
@@ -153,7 +153,7 @@ def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the module's own dict of its parameters, without those of submodules. Code may write to it."""
+    """Return the module's own dict of its parameters, without those of submodules. Code may write to this dict."""
     return getattr(module, "_parameters", {})
 
 

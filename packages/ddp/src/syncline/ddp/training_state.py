@@ -58,8 +58,8 @@ def rank_with_state(progress: Sequence[int | None]) -> int:
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load a `state_dict` of an optimizer, and keep all dtypes.
 
-    torch's `load_state_dict` converts most tensors of a state to the dtype of their parameter, for example the `mu_product` of
-    NAdam, also in dicts and lists. Then the replicas would differ after a few steps.
+    torch's `load_state_dict` converts most tensors of a state, also in dicts and lists, to the dtype of their parameter. An
+    example is the `mu_product` of NAdam. With converted tensors, the replicas would differ after a few steps.
     """
     optimizer.load_state_dict(state)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -70,7 +70,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
 
 
 def _with_dtypes_of(saved: Any, loaded: Any) -> Any:
-    """Return a loaded state in which each tensor of another dtype is replaced by the saved tensor."""
+    """Return the loaded state, but with the saved tensor wherever loading has changed a tensor's dtype."""
     if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if isinstance(saved, dict) and isinstance(loaded, dict):
@@ -243,7 +243,7 @@ class HookState:
         return self._state.state_dict() if self.can_be_saved else {}
 
     def restore_errors(self, earlier: Mapping[str, Any]) -> None:
-        """Take the errors of error feedback from an earlier result of `copy`, and keep the rest of the state."""
+        """Restore the errors of error feedback from an earlier result of `copy`. Keep the rest of the hook's state."""
         if "errors" in earlier or "states" in earlier:
             self._state.load_state_dict(_with_errors_of(earlier, self._state.state_dict()))
 

@@ -104,7 +104,7 @@ class UnevenInputs(JoinHook):
         self._replica.reducer.divide_by(None)
 
     def _announce(self, *, will_reduce: bool, sends_buffers: bool) -> tuple[bool, bool]:
-        """A collective of all ranks, with or without inputs."""
+        """Exchange which collectives the ranks with inputs will call. A collective of all ranks, with or without inputs."""
         group = self._replica.process_group
         device = message_device(group, self._replica.device)
         plans = torch.tensor([will_reduce, sends_buffers], dtype=torch.uint8, device=device)

@@ -611,9 +611,9 @@ def synchronize(handle: Handle | Callable[[], torch.Tensor]) -> Any:
 def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where the others' tensors are
     """Take part in the `allreduce`s and optimizer steps of the other ranks with zeros, until all ranks have called `join`.
 
-    The rank also takes part in the backwards of these `allreduce`s, with one exception. A backward may begin to reduce the
-    gradients of a `DistributedOptimizer`, and reach an `allreduce` afterwards. A joined rank cannot take part in the backward
-    of this `allreduce`, so the ranks raise a `DisagreementError`.
+    The rank also takes part in the backwards of these `allreduce`s, with one exception. If a backward begins to reduce the
+    gradients of a `DistributedOptimizer` and then reaches an `allreduce`, a joined rank cannot take part in the backward of
+    this `allreduce`. In this case, the ranks raise a `DisagreementError`.
 
     Call `join` on a rank that has no data left. While only some ranks have joined, the other ranks may only compute sums and
     averages over all ranks. All other collectives over all ranks raise an error. Do not call a collective of a process set that
@@ -632,7 +632,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def _check(call: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise an error if an argument is not a tensor. Call this function first: after `_announce`, joined ranks take part."""
+    """Raise an error if an argument is not a tensor. Call this function before `_announce` tells joined ranks to take part."""
     if not is_list(tensors):
         raise InvalidArgumentError(f"hvd.{call}: expected a list of tensors, found {type(tensors).__name__}")
     for tensor in tensors:
@@ -654,7 +654,7 @@ def _announce(process_set: ProcessSet, tensors: Sequence[torch.Tensor], op: Op) 
 
 
 def _announce_gradients(process_set: ProcessSet, results: Sequence[torch.Tensor], op: Op) -> None:
-    """Announce the all-reduce of the gradients, too, right before backward begins it."""
+    """Make backward announce its all-reduce of the gradients to joined ranks, right before this all-reduce begins."""
     node = next((result.grad_fn for result in results if result.grad_fn is not None), None)
     # Without a node, autograd does not record the allreduce. Operations other than `Average` and `Sum` have no backward.
     if node is None or op not in (Average, Sum):

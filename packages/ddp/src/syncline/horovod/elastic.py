@@ -1,4 +1,4 @@
-"""Let training continue when ranks die or join: `@hvd.elastic.run`, and classes for the state of the training.
+"""Continue training when ranks die or join: `@hvd.elastic.run`, and classes for the state of the training.
 
 ::
 
@@ -347,7 +347,10 @@ class ElasticSampler(Sampler[int]):
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        """Yield this rank's indices. With n ranks, rank r gets number r, r + n, r + 2 n, ... of the remaining samples."""
+        """Yield the indices of this rank's samples.
+
+        With n ranks, rank r gets the samples number r, r + n, r + 2 n, ... of the remaining samples.
+        """
         total = self.num_samples * self.num_replicas
         # Near the end of an epoch there may be fewer samples than ranks. Then `cycle` repeats samples as often as needed.
         padded = itertools.islice(itertools.cycle(self.remaining_indices), total)

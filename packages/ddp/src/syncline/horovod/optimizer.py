@@ -11,8 +11,8 @@ parameters::
 
 Reduction 1 overlaps with the last backward. The optimizer cannot know which backward is the last. So it expects the largest
 number of backwards that any rank has run in an earlier step, but at least `backward_passes_per_step`. A rank that runs fewer
-backwards takes part in reduction 1 in `synchronize`. Reduction 1 leaves out gradients that come after the expected last
-backward, gradients that the script has set, and the first gradient of a parameter.
+backwards takes part in reduction 1 only when it calls `synchronize`. Reduction 1 leaves out gradients that come after the
+expected last backward, gradients that the script has set, and the first gradient of a parameter.
 
 The first step has no reduction 1. In this step, the agreement tells all ranks which parameters have a gradient, and which
 gradients are sparse. Then each rank makes a reducer for these parameters. This reducer allows unused parameters.
@@ -389,7 +389,10 @@ class _GradientCombining:
     # ---- during backward ----
 
     def _came(self, number: int, parameter: torch.Tensor) -> None:
-        """Autograd calls this method after it has added the gradient to `parameter.grad`, and before the reducer's hook."""
+        """Count a gradient of a parameter. With `sparse_as_dense`, convert a sparse gradient to a dense gradient.
+
+        Autograd calls this method after it has added the gradient to `parameter.grad`, and before the reducer's hook.
+        """
         if self._sparse_as_dense and parameter.grad is not None and parameter.grad.is_sparse:
             self._densified.add(number)
             parameter.grad = parameter.grad.to_dense()
@@ -441,12 +444,12 @@ class _GradientCombining:
                 parameter.grad = parameter.grad.to_dense()
 
     def _began(self) -> None:
-        """The reducer calls this method when a backward begins to reduce."""
+        """Announce reduction 1 to joined ranks. The reducer calls this method when a backward begins to reduce."""
         self._announce(self._reduction_step)
         self._has_begun = True
 
     def _ended(self, _: object = None) -> None:
-        """The reducer and `_reduce` call this method after each reduction."""
+        """Record that the gradients are reduced. The reducer and `_reduce` call this method after each reduction."""
         self._hear()
         self._is_reduced = True
         self._late.difference_update(self._members)
@@ -510,7 +513,10 @@ class _GradientCombining:
         return _Rest.SPARSE if gradient.is_sparse else _Rest.DENSE
 
     def _end(self, rest: Sequence[int] | None, backwards: int) -> None:
-        """A collective. `rest` is None on a rank that has called `join`. For `backwards`, see `_backwards_seen`.
+        """A collective: agree on the gradients that are not reduced yet (agreement 2), and reduce them (reduction 3).
+
+        `rest` is None on a rank that has called `join`. For `backwards`, see `_backwards_seen`. The numbers refer to Note [The
+        reductions of a step].
 
         Raises:
             MisuseError: on all ranks, if a gradient would be combined twice.
@@ -533,7 +539,7 @@ class _GradientCombining:
         self._reduce(None if rest is None else [number for number, code in enumerate(rest) if code != _Rest.NOTHING])
 
     def _reduce(self, numbers: Sequence[int] | None) -> None:
-        """A collective. If `numbers` is None, take part with zeros."""
+        """A collective: reduce the gradients of the parameters `numbers`. If `numbers` is None, take part with zeros."""
         assert self._reducer is not None
         if numbers is None:
             self._reducer.shadow_backward(has_forward=False)
@@ -615,7 +621,7 @@ class _Backward:
 
 
 class _Gone:
-    """Takes the step numbers of a deleted optimizer, so that the numbers stay the same on all ranks."""
+    """Stands for a deleted optimizer: it keeps the deleted optimizer's step numbers, so that all ranks number steps equally."""
 
     def shadow_reduction(self) -> None:
         """Never called, because nothing holds this object."""

@@ -34,7 +34,7 @@ class Compression:
     speed: float
 
     def reduce_s(self, bucket: ReadyBucket, all_reduce_s: Callable[[float], float]) -> float:
-        """Return the seconds of a bucket: the computation, followed by the all-reduces one after the other."""
+        """Return the seconds that a bucket takes: the computation, followed by the all-reduces one after the other."""
         return bucket.nbytes / self.speed + sum(all_reduce_s(nbytes) for nbytes in self.messages(bucket))
 
 
@@ -83,7 +83,7 @@ def _cast(gradients: torch.Tensor) -> None:
 
 
 def _factorize(gradients: torch.Tensor) -> None:
-    """Compute like PowerSGD for a square matrix, without orthogonalisation."""
+    """Do the computation of PowerSGD on a square matrix, without orthogonalisation, to measure its speed."""
     matrix = gradients.view(math.isqrt(_NUMEL), -1)
     left = matrix @ matrix[:, :_RANK]
     right = matrix.t() @ left

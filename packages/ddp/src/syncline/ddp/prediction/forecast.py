@@ -107,6 +107,9 @@ def advice(found: Forecast) -> str:
 
 
 def _from(found: Forecast, compression: str, most: int) -> str:
-    """Name the smallest number of ranks with a clear gain. Empty if this number is `most`, or if there is no such number."""
+    """Return a text that names the smallest number of ranks with a clear gain.
+
+    The text is empty if this number is `most`, or if no number has a clear gain.
+    """
     paying = [count for count in sorted(found.steps) if found.gain(count, found.best(count, compression)) >= _WORTH]
     return f" (and more than {_WORTH:.2f} times from {paying[0]} ranks on)" if paying and paying[0] != most else ""

@@ -70,7 +70,7 @@ def _rank_events(rank: RankTimeline, origin: float, starts: _Starts) -> Iterator
 
 
 def _end(step: StepEvent) -> float:
-    """Return the end of a step after which no step was traced."""
+    """Return the time when a step ended, if the step after it was not traced."""
     return max([step.finished, *(one.finished for one in step.optimizers), *(one.finished for one in step.calls)])
 
 

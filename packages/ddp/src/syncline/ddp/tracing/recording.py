@@ -91,9 +91,10 @@ class TraceRecording:
             self._try(lambda recorder: recorder.note_step(self._steps, statistics))
 
     def finish(self) -> None:
-        """End the trace and merge the ranks' files. A second call does nothing.
+        """End the trace. A second call does nothing.
 
-        This is a collective, unless `ranks_may_differ` is True. Then this rank only closes its file.
+        If `ranks_may_differ` is False, this is a collective, and rank 0 merges the ranks' files. Otherwise this rank only
+        closes its own file.
         """
         if self._is_over:
             return
