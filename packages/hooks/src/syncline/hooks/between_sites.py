@@ -29,8 +29,8 @@ def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
         A future of the bucket's buffer, which has the same bits on all ranks.
 
     Cost, for n elements of float32 and S sites: an all-reduce and a broadcast of 4 n bytes inside a site. Each site sends 4 n
-    (S-1)/S bytes to other sites; without the cast to bfloat16, this would be twice as many. The first rank of a site needs 6 n
-    bytes of extra memory.
+    (S-1)/S bytes to other sites; without the cast to bfloat16, a site would send twice as many bytes. The first rank of a site
+    needs 6 n bytes of extra memory.
     """
     buffer = floating_buffer(bucket, "to cast to torch.bfloat16")
 

@@ -58,7 +58,7 @@ bf16_compress_hook.__name__ = "bf16_average_hook"
 
 
 def fp16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[[Any, Any], TensorFuture]:
-    """Let another hook work on float16: cast the bucket to float16, call `hook`, and cast the result of `hook` back.
+    """Return a hook that casts the bucket to float16, calls `hook`, and casts the result of `hook` back.
 
     `hook` gets float16 tensors from the bucket's `buffer()` and `gradients()`. Its result may have any dtype.
 
@@ -71,7 +71,7 @@ def fp16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[
 
 
 def bf16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[[Any, Any], TensorFuture]:
-    """Let another hook work on bfloat16: cast the bucket to bfloat16, call `hook`, and cast the result of `hook` back.
+    """Return a hook that casts the bucket to bfloat16, calls `hook`, and casts the result of `hook` back.
 
     See `fp16_compress_wrapper`, which does the same with float16.
     """

@@ -33,8 +33,8 @@ class CompressionState:
         use_error_feedback: keep the part of a gradient that was not sent, and add it to the next step's gradient. Needs as much
             memory as the gradients.
         random_seed: the seed for compressors that choose at random, such as `RandomK`, 0 to 2**32 - 1.
-        named_parameters: pairs of a name and a parameter; `state_dict` uses these names. With Syncline's DDP you can leave them
-            out, because its buckets have names. With torch's DDP, `state_dict` uses numbers if you leave them out.
+        named_parameters: pairs of a name and a parameter; `state_dict` uses these names. With Syncline's DDP you need not pass
+            names, because its buckets have names. If you pass no names with torch's DDP, `state_dict` uses numbers.
 
     Raises:
         InvalidArgumentError: `compressor` is not a compressor, the seed is out of range, or two parameters have one name.
@@ -62,7 +62,7 @@ class CompressionState:
         self.origin = Origin()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state for a checkpoint. `torch.load(..., weights_only=True)` can load it.
+        """Return this rank's state for a checkpoint. `torch.load(..., weights_only=True)` can load the state.
 
         With error feedback, the state differs between ranks, so save it on every rank. To continue with another number of
         ranks, see `merge_states`. The process group is not saved.
@@ -82,7 +82,7 @@ class CompressionState:
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Check whether `load_state_dict` would accept this state, without loading it.
 
-        If `load_state_dict` would raise an error, this method raises the same error. Otherwise it returns.
+        If `load_state_dict` would raise an error, this method raises the same error. Otherwise it returns None.
         """
         check_kind(state, _KIND)
         if state["compressor"] != self.compressor.name:
@@ -108,7 +108,7 @@ class CompressionState:
         self.origin = Origin(state["rank"], state["world_size"])
 
     def __getstate__(self) -> dict[str, Any]:
-        """All attributes, for pickle, but with None as `process_group`. To use a group, set `process_group` of the copy."""
+        """Return all attributes, for pickle, with None as `process_group`. To use a group, set `process_group` of the copy."""
         return {**self.__dict__, "process_group": None}
 
 

@@ -103,8 +103,8 @@ class LinearCompressor(Compressor):
 def start_exchange(compressor: Compressor, group: ProcessGroup, message: torch.Tensor, seed: int) -> tuple[Work, torch.Tensor]:
     """Call `compressor.exchange`. If the compressor uses seeds, the ranks also compare their seeds.
 
-    With seeds that differ, for example because only one rank has loaded a saved state, each rank would get another mean. Over
-    a group of torch, only Syncline's DDP makes this comparison.
+    If the seeds differ, for example because only one rank has loaded a saved state, the ranks would get different means. Over a
+    group of torch, only Syncline's DDP makes this comparison.
     """
     if not compressor.uses_seed:
         return compressor.exchange(group, message)

@@ -36,7 +36,7 @@ class Bucket(Protocol):
         """All gradients of the bucket, in one flat tensor."""
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Let `buffer()` and `gradients()` show another flat tensor with the same number of elements."""
+        """Make `buffer()` and `gradients()` show another flat tensor with the same number of elements."""
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients as views of `buffer()`."""
@@ -69,7 +69,7 @@ def communication_hook(hook: Hook) -> Hook:
 
 
 def floating_buffer(bucket: Bucket, purpose: str, *, may_be_sparse: bool = False) -> torch.Tensor:
-    """Return the bucket's buffer. The buffer must have a floating-point dtype, and must be dense unless `may_be_sparse`.
+    """Return the bucket's buffer. Its dtype must be floating-point. A sparse buffer is allowed only with `may_be_sparse`.
 
     `purpose`, such as "to compress", is a part of the error's text.
 
@@ -103,7 +103,7 @@ def group_of(state: Any, bucket: Bucket) -> ProcessGroup:
         bucket: the bucket that the hook got.
 
     Raises:
-        MisuseError: `state` is not a group and not None, or this rank is not in the group.
+        MisuseError: `state` is neither a group nor None, or this rank is not in the group.
     """
     if isinstance(state, ProcessGroup):
         return state

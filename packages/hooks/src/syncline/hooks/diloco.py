@@ -159,7 +159,7 @@ class DiLoCoOptimizer(WrappingOptimizer):
         return loss
 
     def _begin(self) -> None:
-        """Copy the first rank's parameters to all ranks, and take them as anchors."""
+        """Copy the first rank's parameters to all ranks. Use the copied values as anchors (see `_Fragment`)."""
         values = [parameter.detach() for fragment in self._fragments for parameter in fragment.parameters.values()]
         for ranks in self._broadcast_over:
             if ranks is not None:
@@ -248,7 +248,7 @@ class _OuterSGD:
         self.mixing = mixing
 
     def moved(self, anchor: torch.Tensor, average: torch.Tensor, velocity: torch.Tensor | None) -> torch.Tensor:
-        """Return the parameter after the outer step, and update `velocity`. See Note [Bitwise outer steps]."""
+        """Return the parameter's value after the outer step, and update `velocity`. See Note [Bitwise outer steps]."""
         result = torch.lerp(anchor, average, self.lr)  # exactly the average if the rate is 1
         if velocity is not None:
             velocity.mul_(self.momentum).add_(anchor - average)
@@ -290,7 +290,10 @@ class _Fragment:
 
     @torch.no_grad()
     def finish_if_due(self, step: int | None) -> None:
-        """If the outer step is due after `step`, wait for the average and take the outer step. None: the outer step is due."""
+        """If the outer step is due after step number `step`, wait for the average and take the outer step.
+
+        With None as `step`, an average in progress always counts as due.
+        """
         if self._pending is None or (step is not None and step < self._due):
             # No average is in progress, or its outer step is due later.
             return
@@ -304,7 +307,7 @@ class _Fragment:
                 parameter.copy_(anchor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of anchors, velocities and the average in progress, by name. Waits for this average."""
+        """Return copies of anchors, velocities and the average in progress, by name. First, wait for this average."""
         averages = [None] * len(self._anchors) if self._pending is None else self._pending.wait()
         saved = zip(self.parameters, self._anchors, self._velocities, averages, strict=True)
         return {

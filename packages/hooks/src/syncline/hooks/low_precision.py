@@ -30,7 +30,7 @@ def saturated(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def plain_math(device: torch.device) -> Iterator[None]:
     """A context in which torch records no gradients, and operations keep the dtypes of their arguments.
 
-    A script may call `backward()` inside `torch.autocast`. Then a matrix product in a hook would return 16 bits.
+    A script may call `backward()` inside `torch.autocast`. Then a matrix product in a hook would return 16-bit numbers.
     """
     autocast = torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
     with torch.no_grad(), autocast:

@@ -56,7 +56,7 @@ class ModelAverager(ABC):
 
     @abstractmethod
     def _group_of_step(self) -> ProcessGroup | None:
-        """None if no average is due after the present step."""
+        """Return the group that averages after the present step. None: no average is due."""
 
 
 class PeriodicModelAverager(ModelAverager):
@@ -131,7 +131,7 @@ def _check_hierarchy(periods: list[int], sizes: list[int], world_size: int) -> N
 
 
 def _consecutive(group: ProcessGroup, size: int) -> ProcessGroup:
-    """A collective. Returns the group of `size` consecutive ranks that contains this rank."""
+    """A collective. Return the group of `size` consecutive ranks that contains this rank."""
     if size == group.size:
         return group
     if not group.can_split:
@@ -153,7 +153,7 @@ def group_of_ranks(process_group: Any) -> ProcessGroup:
     """Return `process_group` as a group of Syncline. None means torch's default group.
 
     Raises:
-        MisuseError: the argument is not a process group and not None, or this rank is not in the group.
+        MisuseError: the argument is neither a process group nor None, or this rank is not in the group.
     """
     if isinstance(process_group, ProcessGroup):
         return process_group

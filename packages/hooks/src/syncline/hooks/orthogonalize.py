@@ -74,6 +74,9 @@ def _length(column: torch.Tensor) -> torch.Tensor:
 
 
 def _spare_column(matrices: torch.Tensor, number: int) -> torch.Tensor:
-    """The column that replaces a dependent column: the same on every rank, in a direction that gradients hardly ever have."""
+    """Return the column that replaces a dependent column. It is the same on every rank.
+
+    Gradients hardly ever have the direction of this column.
+    """
     rows = torch.arange(1, matrices.shape[1] + 1, dtype=matrices.dtype, device=matrices.device)
     return torch.cos(rows * (number + 1)).view(1, -1, 1).expand(matrices.shape[0], -1, 1)

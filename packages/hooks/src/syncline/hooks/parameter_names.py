@@ -83,7 +83,8 @@ class ParameterNames:
     def of(self, bucket: Bucket, numbers: ParameterNames | None = None) -> list[str]:
         """Return the names of `bucket.parameters()`, in their order. Call `of` with every bucket of a step.
 
-        If this object has no names yet, it takes the numbers of `numbers`.
+        If parameters need numbers, and this object has given no numbers so far, it uses the numbers of the other object
+        `numbers`.
 
         Raises:
             MisuseError: `named_parameters` was given, but lacks a parameter. Or a parameter's shape has changed. Or the loaded

@@ -54,8 +54,8 @@ class PowerSGDState:
         compression_stats_logging_frequency: the number of steps between two log lines with `compression_stats()`.
         batch_tensors_with_same_shape: multiply the matrices of all gradients with the same shape in one batched call. The
             batched call needs a copy of these gradients.
-        named_parameters: pairs of a name and a parameter; `state_dict` uses these names. With Syncline's DDP you can leave them
-            out, because its buckets have names. With torch's DDP, `state_dict` uses numbers if you leave them out.
+        named_parameters: pairs of a name and a parameter; `state_dict` uses these names. With Syncline's DDP you need not pass
+            names, because its buckets have names. If you pass no names with torch's DDP, `state_dict` uses numbers.
 
     Raises:
         InvalidArgumentError: an argument is out of its range, or two parameters have one name.
@@ -178,7 +178,7 @@ class PowerSGDState:
     # ---- saving ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state for a checkpoint. `torch.load(..., weights_only=True)` can load it.
+        """Return this rank's state for a checkpoint. `torch.load(..., weights_only=True)` can load the state.
 
         With error feedback, the state differs between ranks, so save it on every rank. To continue with another number of
         ranks, see `merge_states`. The process group is not saved.
@@ -200,7 +200,7 @@ class PowerSGDState:
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Check whether `load_state_dict` would accept this state, without loading it.
 
-        If `load_state_dict` would raise an error, this method raises the same error. Otherwise it returns.
+        If `load_state_dict` would raise an error, this method raises the same error. Otherwise it returns None.
         """
         check_kind(state, _KIND)
         for name in _SHAPING:
@@ -236,7 +236,7 @@ class PowerSGDState:
         self.total_numel_before_compression, self.total_numel_after_compression = state["numel"]
 
     def __getstate__(self) -> dict[str, Any]:
-        """The result of `state_dict`. So the group is left out, as in torch."""
+        """Return the result of `state_dict`. So the group is left out, as in torch."""
         return self.state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

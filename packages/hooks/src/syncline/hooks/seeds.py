@@ -15,7 +15,7 @@ _LIMIT = 1_000_000_000
 
 
 def check_seed(name: str, seed: int) -> None:
-    """Check that a seed is an integer (also one of NumPy) in 0 to 2**32 - 1. Errors call the seed `name`.
+    """Check that a seed is an integer (also one of NumPy) in 0 to 2**32 - 1. An error's text contains `name`.
 
     Raises:
         InvalidArgumentError: the seed is out of range, or not an integer.

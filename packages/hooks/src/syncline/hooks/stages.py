@@ -3,8 +3,8 @@
 Note [Stages]
 ~~~~~~~~~~~~~
 A hook that needs the result of one collective for the next collective is a generator. The generator yields each `Work`,
-continues when this work has finished, and returns the reduced bucket at the end. A stage is the part up to the next `yield` or
-to the end.
+continues when this work has finished, and returns the reduced bucket at the end. A stage is the part of the generator up to the
+next `yield` or to the end.
 
 Several buckets may be in reduction at the same time, but every rank must issue the same collectives in the same order. There
 are two ways to resume a generator:
@@ -103,7 +103,7 @@ class _Pending:
         self._work = first
 
     def advance(self) -> None:
-        """Wait for the work. Then let the generator issue its next collective, or return its result."""
+        """Wait for the work. Then resume the generator, which issues its next collective or returns its result."""
         if self.future.done():
             return
         try:

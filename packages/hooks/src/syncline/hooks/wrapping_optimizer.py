@@ -28,7 +28,7 @@ class WrappingOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in torch
-        """The other optimizer's groups, a new list after a state is loaded."""
+        """The other optimizer's parameter groups. After a state is loaded, the groups are a new list."""
         return self.optim.param_groups
 
     @property
