@@ -24,7 +24,7 @@ class ArrivalOrder:
         self._arrivals.append(index)
 
     def learn(self) -> None:
-        """Set `learned` to the order of the backward that has ended. Parameters without a gradient come last."""
+        """Set `learned` to the order of the gradients in the ended backward. Parameters without a gradient come last."""
         # A parameter may get several gradients. Only its last gradient makes the parameter ready.
         latest = dict.fromkeys(reversed(self._arrivals))
         came = list(reversed(latest))

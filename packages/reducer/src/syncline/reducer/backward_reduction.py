@@ -22,7 +22,7 @@ class BackwardReduction:
 
     Args:
         buckets: the reducer's buckets, in the order in which they are reduced.
-        usage: the usage model. The caller calls its `begin` or `shadow_backward` before `start` or `start_empty`.
+        usage: the usage model. Before `start` or `start_empty`, the caller calls `usage.begin` or `usage.shadow_backward`.
         reduction: starts the reduction of a bucket.
         group: the group whose ranks average their gradients.
         statistics: the object that stores the times of this backward.

@@ -22,7 +22,7 @@ class BucketBuilder:
     Attributes:
         parameters: the parameters. The index of a parameter is its position in this list.
         layouts: the layouts that the parameters had when the ranks compared them.
-        group: the group whose ranks average their gradients. It allocates the buckets' memory.
+        group: the group whose ranks average their gradients. The group allocates the buckets' memory.
         caps_bytes: size limits of the first, second, ... bucket. The last limit also applies to all further buckets.
         sparse: for each parameter, whether its gradient is sparse. A sparse gradient has its own bucket.
         delayed: indices of parameters whose buckets come last and have no size limit.

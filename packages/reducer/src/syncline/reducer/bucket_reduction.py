@@ -43,14 +43,14 @@ class BucketReduction:
         self._op: Reduction = ReduceOp.AVG
 
     def divide_by(self, count: int | None) -> None:
-        """Set the divisor of the sums. None means the number of ranks. A hook divides by itself."""
+        """Set the divisor of the sums. None means the number of ranks. The divisor has no effect if there is a hook."""
         self._op = ReduceOp.AVG if count in (None, self._group.size) else premul_sum(1 / (count or 1))
 
     def start(self, bucket: AnyBucket, number: int, is_last: Callable[[], bool], times: BucketTimes) -> PendingReduction:
         """Issue the reduction of a bucket. All ranks call this method for the same buckets in the same order.
 
         `is_last` is a function that returns whether this is the last bucket of the backward. The function may wait for other
-        ranks. It is called only if there is a hook.
+        ranks. The method calls this function only if there is a hook.
         """
         with naming_parameters(lambda: bucket.names):
             # Check for a hook first: a hook also reduces sparse buckets, on any group.
@@ -93,7 +93,7 @@ class PendingReduction(ABC):
         """Wait until the reduction is over. Return the reduced buffer, or the hook's result, which is not checked here.
 
         Raises:
-            TransportError, DisagreementError: the group's error. Its text also names the parameters.
+            TransportError, DisagreementError: the group's error. The error's text also names the parameters.
         """
         with naming_parameters(lambda: self.bucket.names):
             return self._wait()

@@ -132,8 +132,8 @@ class DynamicUsage(UsageModel):
     def shadow_backward(self) -> None:
         """Begin a backward that this rank does not run itself: no parameter is reached on this rank.
 
-        Parameters that earlier backwards in `no_sync` have used do not count as used here. These parameters count in this
-        rank's next own backward.
+        Parameters that earlier backwards in `no_sync` have used do not count as used here. These parameters count in the next
+        backward that this rank runs itself.
         """
         self._waiting, self._used = self._used, set()
         self._unreached = set(range(len(self._nodes)))

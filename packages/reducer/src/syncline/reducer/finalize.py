@@ -38,11 +38,11 @@ def finalize(
     Args:
         reductions: the reductions of the buckets, in the order of their start.
         statistics: the object that stores the times of this backward.
-        globally_unused: takes indices of parameters, and returns those whose gradients stay unchanged. May wait for other
-            ranks.
-        on_delivery: called for each bucket, with the parameters that now have their reduced gradients.
+        globally_unused: a function that takes indices of parameters, and returns those whose gradients stay unchanged. The
+            function may wait for other ranks.
+        on_delivery: a function that is called for each bucket, with the parameters that now have their reduced gradients.
         extra_futures: further futures to wait for.
-        verification: a function that is called last. It returns the work by which the group compares its calls.
+        verification: a function that is called last, and returns the work by which the ranks compare their calls.
 
     Raises:
         DisagreementError: the ranks called different collectives.

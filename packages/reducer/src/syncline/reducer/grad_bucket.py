@@ -12,7 +12,7 @@ from .sparse_bucket import AnyBucket
 class GradBucket:
     """The argument of a communication hook: a bucket of gradients.
 
-    It has all methods of `torch.distributed.GradBucket`, and also `parameter_names` and `process_group`.
+    The bucket has all methods of `torch.distributed.GradBucket`, and also `parameter_names` and `process_group`.
     """
 
     def __init__(self, bucket: AnyBucket, index: int, is_last: bool, group: ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""Let large gradients stay in the bucket's memory after the reduction, to save a copy."""
+"""Keep large gradients in the bucket's memory after the reduction, to save a copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEAST_ALIASED_BYTES = 256 << 10
 
 
 class GradientAliasing:
-    """Lets the large gradients of a bucket stay in the bucket's memory between two backwards. Works only on the CPU.
+    """Keeps the large gradients of a bucket in the bucket's memory between two backwards. Works only on the CPU.
 
     Note [Aliased gradients]
     ~~~~~~~~~~~~~~~~~~~~~~~~

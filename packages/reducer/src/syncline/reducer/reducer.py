@@ -280,8 +280,8 @@ class Reducer(Inherited):
         """Return a clearer error if the ranks disagree because some of them ran an additional backward.
 
         Call this method with the error of a collective outside of backward, such as a broadcast of buffers. If the error's text
-        shows an additional backward, the result is a copy of `error`. Its text also names the additional backward as the cause,
-        and says how to correct the script. Otherwise the result is `error` itself.
+        shows an additional backward, the result is a copy of `error`. The text of the copy also names the additional backward
+        as the cause, and says how to correct the script. Otherwise the result is `error` itself.
 
         Args:
             error: the error of the collective.
@@ -342,8 +342,8 @@ class Reducer(Inherited):
     def divide_by(self, count: int | None) -> None:
         """Set the number by which `all_reduce` divides the sum of gradients. None restores the default, the number of ranks.
 
-        For example, 1 gives sums instead of averages. The number must be the same on every rank. A communication hook divides
-        by itself, so this number has no effect on a hook.
+        For example, 1 gives sums instead of averages. The number must be the same on every rank. A communication hook must do
+        its own division, so this number has no effect on a hook.
 
         Raises:
             InvalidArgumentError: the number is below 1.

@@ -64,8 +64,8 @@ class UsageModel(ABC):
     def needed(self, indices: Collection[int]) -> int | None:
         """Return how many gradients these parameters of one bucket together get in this backward.
 
-        When so many gradients have come, the reducer calls `arrived`. If the result is None, the number is not known. Then the
-        reducer calls `arrived` after each gradient.
+        When this number of gradients has come, the reducer calls `arrived`. If the result is None, the number is not known.
+        Then the reducer calls `arrived` after each gradient.
         """
 
     @abstractmethod
@@ -125,7 +125,7 @@ class UsageModel(ABC):
         """Look for the parameters' nodes in autograd's graph again, because a conversion of parameters has made new nodes."""
 
     def reset(self) -> None:  # noqa: B027 - most models remember nothing
-        """Forget this backward, because it is over."""
+        """Forget the gradients of the backward that has just ended."""
 
 
 class CompleteUsage(UsageModel):

@@ -51,7 +51,7 @@ class UsersHooks:
         self._handles: dict[int, Any] = {}
 
     def look(self, ours: str) -> None:
-        """Find the parameters that have users' hooks now. `ours` is the name of the module with the reducer's own hooks."""
+        """Find the parameters that have users' hooks now. `ours` names the Python module with the reducer's own hooks."""
         self.indices = [
             index
             for index, parameter in enumerate(self._parameters)
@@ -99,7 +99,7 @@ class UsersHooks:
         self._came.clear()
 
     def close(self) -> None:
-        """Remove the hooks from the parameters."""
+        """Remove the hooks that this object has registered. Users' hooks stay."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
