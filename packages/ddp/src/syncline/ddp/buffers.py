@@ -135,7 +135,7 @@ class Buffers:
         return {**self.__dict__, "_open_forwards": [], "_modes_without_graph": {}, "hook": None}
 
     def after_forward(self) -> list[AnyFuture]:
-        """If the buffers are due, and the hook follows the forward, let the hook synchronise the buffers.
+        """If the buffers are due, and the hook follows the forward, call the hook, which synchronises the buffers.
 
         Return the hook's futures, for which the end of backward must wait.
         """
@@ -186,7 +186,7 @@ class Buffers:
 class _Mark:
     """An object that a node of a graph holds, until the node is gone or a backward has freed the node's saved tensors.
 
-    A weak reference to the node itself would die at once: torch makes a node's Python object anew at each access.
+    A weak reference to the node itself would die at once: torch makes a new Python object for the node at each access.
     """
 
 

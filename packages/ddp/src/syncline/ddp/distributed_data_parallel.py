@@ -620,7 +620,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def communication_hook(self) -> tuple[Any, Any]:
-        """The communication hook and its state, as a pair. Both are None if there is no hook.
+        """The communication hook and its state, as a pair. Without a hook, both items are None.
 
         If `mixed_precision` sets a dtype for averaging, the hook is the function of Syncline that averages in this dtype.
         """
@@ -931,7 +931,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, on the default group of this process. This is not a collective."""
+        """Restore a copy, which averages gradients over the default group of this process. This is not a collective."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self.process_group = choose_default_group()
         self._group = as_ours(self.process_group)

@@ -84,7 +84,8 @@ class Elastic:
     The page "Survive failures" describes gradient accumulation, hooks, and newcomers.
 
     Args:
-        model: the wrapped model. Its group must support [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
+        model: the wrapped model. The model's group must support
+            [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
         optimizer: one or several optimizers of the model's parameters. No optimizer may step within backward
             (`model.fused_optimizer`).
         sampler: the sampler that divides each batch among the ranks.
@@ -456,13 +457,13 @@ class Elastic:
         return holds
 
     def _meet(self, meet: Callable[[], ProcessGroup]) -> dict[int, int]:
-        """Call `meet` to make a new group, let the model use it, and give newcomers the state of the training.
+        """Call `meet` to make a new group, make the model use this group, and give newcomers the state of the training.
 
-        If no rank has applied the present step, undo it. If a rank is lost meanwhile, raise an error. Then the caller calls
-        this method again.
+        If no rank has applied the present step, undo this step. If a rank is lost meanwhile, raise an error. Then the caller
+        calls this method again.
 
         Returns:
-            For each member that had a state, the number of agreements in which it took part.
+            For each member that had a state, the number of agreements in which the member took part.
         """
         old, self._group = self._group, meet()
         is_default = replace_default_group(old, self._group)

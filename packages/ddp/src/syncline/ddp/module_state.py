@@ -19,11 +19,11 @@ _NORMALIZATION = (BatchNorm, InstanceNorm)
 
 
 class ModuleState:
-    """The parameters and buffers that the replicas of a module share.
+    """The parameters and buffers of a module that all replicas have in common: all except the ignored ones.
 
     Args:
         module: the module.
-        ignored: names of parameters and buffers that are not shared.
+        ignored: names of parameters and buffers that each rank keeps for itself.
 
     Attributes:
         module: the module with the parameters and buffers. The caller may assign another module.
@@ -34,10 +34,10 @@ class ModuleState:
         self._ignored = ignored
 
     def parameters(self) -> NamedParameters:
-        """Return all shared parameters with their names, each parameter once, in the order of definition.
+        """Return all parameters that are not ignored, with their names, each parameter once, in the order of definition.
 
-        A parameter of several modules is shared if one of its names is not ignored. If one module has several names, only the
-        first name counts, as in torch.
+        A parameter of several modules is in the result if one of its names is not ignored. If one module has several names,
+        only the first name counts, as in torch.
         """
         if not self._ignored:  # the usual case
             return list(self.module.named_parameters())
@@ -49,19 +49,19 @@ class ModuleState:
         return list(shared.values())
 
     def needs_gradients(self) -> bool:
-        """Whether any shared parameter requires a gradient."""
+        """Whether any parameter that is not ignored requires a gradient."""
         ignored = self.ignored_parameters()
         return any(parameter.requires_grad and id(parameter) not in ignored for parameter in self.module.parameters())
 
     def ignored_parameters(self) -> set[int]:
-        """Return the `id`s of the parameters that are not shared."""
+        """Return the `id`s of the parameters that `parameters` leaves out because of `ignored`."""
         if not self._ignored:  # the usual case
             return set()
         shared = {id(parameter) for _, parameter in self.parameters()}
         return {id(parameter) for parameter in self.module.parameters()} - shared
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Return all shared buffers with their names, each buffer once."""
+        """Return all buffers that are not ignored, with their names, each buffer once."""
         return [(name, b) for name, b in self.module.named_buffers() if name not in self._ignored]
 
     def normalization_layers(self) -> list[torch.nn.Module]:
@@ -92,7 +92,7 @@ class ModuleState:
                 raise MisuseError(f"buffer '{name}' {problem}")
 
     def trainable_parameters(self) -> NamedParameters:
-        """Return the shared parameters that require a gradient, with their names.
+        """Return the parameters that require a gradient and are not ignored, with their names.
 
         Raises:
             MisuseError: no parameter requires a gradient.

@@ -24,7 +24,7 @@ class StepSnapshot:
         optimizers: the optimizers whose options are saved. If an optimizer has parameters of other modules, these parameters
             are saved, too.
         stateful: other objects that change with the steps, such as schedulers or a GradScaler.
-        hook_state: the state of the communication hook. Its error feedback is saved.
+        hook_state: the state of the communication hook. The error feedback in this state is saved.
         accumulated: parameters whose gradients are accumulated for a later `optimizer.step()`. These gradients are saved.
         earlier: the snapshot of the previous step. The new snapshot takes over the memory of `earlier`, so do not use `earlier`
             any more.
@@ -117,7 +117,7 @@ def _copied(parameter: torch.nn.Parameter, memory: torch.Tensor | None) -> torch
 
 @dataclass(frozen=True)
 class _Buffer:
-    """A buffer of a module, and a copy of its values. Both are None if the module has None as buffer."""
+    """A buffer of a module, and a copy of its values. If the module has None as buffer, the buffer and the copy are None."""
 
     name: str
     is_persistent: bool

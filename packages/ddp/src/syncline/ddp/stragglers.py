@@ -63,7 +63,7 @@ def _lateness(times: Sequence[float], rank: int) -> float:
 
 
 class StragglerWatch:
-    """Lets rank 0 log the `Straggler` of the latest `every` steps, after every `every` steps. The logger is `syncline.ddp`.
+    """Makes rank 0 log, after every `every` steps, which rank was the `Straggler` in these steps. The logger is `syncline.ddp`.
 
     The time of a step includes reading data, forward and backward. All ranks measure from the same moment, the end of the
     previous step, so their clocks need no comparison.

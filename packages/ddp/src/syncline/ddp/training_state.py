@@ -31,7 +31,7 @@ def can_be_saved(thing: object) -> bool:
 
 
 class StateLostError(RankLostError):
-    """All ranks that had the state of the training are lost."""
+    """Raised if all ranks that had the state of the training are lost."""
 
 
 NO_RECOVERY = (RankGivenUpError, StoreError, StateLostError)
@@ -84,8 +84,8 @@ def _with_dtypes_of(saved: Any, loaded: Any) -> Any:
 class TrainingState:
     """The state that a joining rank gets from another rank.
 
-    The state contains the states of model, optimizers, sampler, CPU random numbers and `stateful` objects. It also contains
-    `requires_grad` of each parameter, `training` of each module, and gradients that are accumulated for a later
+    The state contains the states of model, optimizers, sampler, CPU random numbers and `stateful` objects. The state also
+    contains `requires_grad` of each parameter, `training` of each module, and gradients that are accumulated for a later
     `optimizer.step()`. Optimizers and `stateful` objects have the same order on all ranks.
     """
 

@@ -30,7 +30,7 @@ class Replica:
 
 
 class UnevenInputs(JoinHook):
-    """Lets ranks without inputs take part in the collectives of the ranks with inputs.
+    """Makes ranks without inputs take part in the collectives of the ranks with inputs.
 
     ::
 

@@ -654,7 +654,7 @@ def _announce(process_set: ProcessSet, tensors: Sequence[torch.Tensor], op: Op) 
 
 
 def _announce_gradients(process_set: ProcessSet, results: Sequence[torch.Tensor], op: Op) -> None:
-    """Make backward announce its all-reduce of the gradients to joined ranks, right before this all-reduce begins."""
+    """Make backward announce its all-reduce to ranks that have called `join`, right before this all-reduce begins."""
     node = next((result.grad_fn for result in results if result.grad_fn is not None), None)
     # Without a node, autograd does not record the allreduce. Operations other than `Average` and `Sum` have no backward.
     if node is None or op not in (Average, Sum):

@@ -307,7 +307,7 @@ class ElasticSampler(Sampler[int]):
     than once.
 
     Args:
-        dataset: the data set. Its size must not change.
+        dataset: the data set, whose size must not change.
         shuffle: use a new order in each epoch, the same on all ranks.
         seed: the seed of the random orders.
     """

@@ -444,7 +444,10 @@ class _GradientCombining:
                 parameter.grad = parameter.grad.to_dense()
 
     def _began(self) -> None:
-        """Announce reduction 1 to joined ranks. The reducer calls this method when a backward begins to reduce."""
+        """Announce the reduction to ranks that have called `join`.
+
+        The reducer calls this method when a backward begins to reduce.
+        """
         self._announce(self._reduction_step)
         self._has_begun = True
 
@@ -474,7 +477,7 @@ class _GradientCombining:
             roll.wait()
 
     def shadow_reduction(self) -> None:
-        """On a rank that has called `join`, take part in reduction 1 of the other ranks."""
+        """On a rank that has called `join`, take part in reduction 1. See Note [The reductions of a step]."""
         if self._reducer is None:
             raise MisuseError(
                 "this rank has joined, and the others step an optimizer that has not stepped here in this world; create the "
@@ -483,7 +486,7 @@ class _GradientCombining:
         self._reducer.shadow_backward(has_forward=False)
 
     def shadow_end(self) -> None:
-        """On a rank that has called `join`, take part in agreement 2 and reduction 3 of the other ranks."""
+        """On a rank that has called `join`, take part in agreement 2 and reduction 3. See Note [The reductions of a step]."""
         self._end(None, 0)
 
     # ---- the end of a step ----

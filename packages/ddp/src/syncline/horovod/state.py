@@ -25,7 +25,8 @@ def broadcast_parameters(
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()`, or tensors. Names and shapes are the same on every rank. The
-            function skips None. It also skips the extra state of a module (`get_extra_state`) if this state is not a tensor.
+            function skips None. The function also skips the extra state of a module (`get_extra_state`) if this state is not a
+            tensor.
         root_rank: the root's rank among all ranks.
         process_set: the ranks that take part.
 

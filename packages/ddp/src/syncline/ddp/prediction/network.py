@@ -40,7 +40,7 @@ def network_from(text: str, ring_bytes: float, backend: str | None = None) -> Li
             `torch-gloo`).
 
     Raises:
-        InvalidArgumentError: the text is not a link and not a path, or no link can be fitted to the file.
+        InvalidArgumentError: the text is neither a link nor a path, or no link can be fitted to the file.
     """
     if "=" in text:
         return link_in_words(text)

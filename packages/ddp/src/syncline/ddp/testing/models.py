@@ -1,4 +1,4 @@
-"""Ten small models that data-parallel training must support. Their inputs have shape (rows, 12) and float64."""
+"""Ten small models that data-parallel training must support. The models' inputs have shape (rows, 12) and float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Model:
     Attributes:
         build: a function that makes the model. The training replaces the initial values of the parameters.
         options: the options for `DistributedDataParallel`.
-        momentum: the momentum of SGD. It must be 0 if gradients are sparse.
+        momentum: the momentum of SGD. Must be 0 if gradients are sparse.
         prediction: a function that takes the model's outputs and the step's number, and returns the logits for the loss, with
             shape (rows, 3).
     """

@@ -42,7 +42,7 @@ class Floor:
 
 
 def read_floor(path: Path) -> Floor:
-    """Return the floor in a file of `syncline bench --json`.
+    """Return the shortest possible times of all-reduces (the floor) from a file of `syncline bench --json`.
 
     Raises:
         InvalidArgumentError: the file has another format, or has no floor.

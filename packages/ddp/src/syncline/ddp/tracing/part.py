@@ -29,7 +29,7 @@ def part_path(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True)
 class Header:
-    """The first line of a part.
+    """The first line of a part. A part is the file with the trace of one rank.
 
     Attributes:
         rank, size: the rank in the group whose ranks average their gradients, and the size of this group.
@@ -66,7 +66,7 @@ class Part:
 
 
 def header_line(header: Header) -> str:
-    """Return the first line of the file."""
+    """Return the first line of a rank's file."""
     return _line("header", {"version": VERSION, **asdict(header)})
 
 
@@ -95,7 +95,7 @@ def _line(kind: str, content: Mapping[str, Any]) -> str:
 
 
 def read_parts(folder: Path) -> list[Part]:
-    """Return the parts of the latest run in a folder, sorted by rank. Log a warning for each file that cannot be read.
+    """Return the traces (parts) of the latest run in a folder, sorted by rank. Log a warning for each file that cannot be read.
 
     Raises:
         InvalidArgumentError: there is no part that can be read.
@@ -111,7 +111,7 @@ def read_parts(folder: Path) -> list[Part]:
 
 
 def read_part(path: Path) -> Part:
-    """Read the part in one file, without an incomplete last line.
+    """Read the trace of one rank (a part) from its file. An incomplete last line is left out.
 
     Raises:
         InvalidArgumentError: the file is not a part.
@@ -123,7 +123,7 @@ def read_part(path: Path) -> Part:
 
 
 def parse_part(text: str) -> Part:
-    """Read the part in the text of a file.
+    """Read the trace of one rank (a part) from the text of its file.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError, RecursionError: the text is not a part, or is a part of another
