@@ -60,10 +60,11 @@ bf16_compress_hook.__name__ = "bf16_average_hook"
 def fp16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[[Any, Any], TensorFuture]:
     """Return a hook that casts the bucket to float16, calls `hook`, and casts the result of `hook` back.
 
-    `hook` gets float16 tensors from the bucket's `buffer()` and `gradients()`. Its result may have any dtype.
+    `hook` gets float16 tensors from the bucket's `buffer()` and `gradients()`. The result of `hook` may have any dtype.
 
     Returns:
-        A new hook. Register it with the state that `hook` needs. Its result is the bucket's buffer, in the bucket's own dtype.
+        A new hook. Register the new hook with the state that `hook` needs. The new hook returns a future of the bucket's
+        buffer, in the bucket's own dtype.
 
     Cost: the cost of `hook` on a float16 bucket, and two bytes of extra memory for each element.
     """

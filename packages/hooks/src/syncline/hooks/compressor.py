@@ -38,11 +38,13 @@ class Compressor(ABC):
         """Compress this rank's gradients to a message.
 
         Args:
-            gradients: tensors of one dtype and any shapes, each with at least one element. `compress` does not change them.
+            gradients: tensors of one dtype and any shapes, each with at least one element. `compress` does not change the
+                tensors.
             seed: a number for random choices, the same on every rank, and different in every call.
 
         Returns:
-            The message, a flat tensor. Its dtype is uint8, unless the docstring of the subclass names another dtype.
+            The message, a flat uint8 tensor. If the messages of a subclass have another dtype, the subclass's docstring names
+            this dtype.
         """
 
     @abstractmethod
@@ -51,7 +53,7 @@ class Compressor(ABC):
 
         Args:
             message: a result of `compress` on any rank.
-            like: tensors with the shapes and dtype of the gradients. Their values have no effect.
+            like: tensors with the shapes and dtype of the gradients. The tensors' values have no effect.
             seed: the seed that `compress` got for this message.
 
         Returns:

@@ -69,7 +69,7 @@ def communication_hook(hook: Hook) -> Hook:
 
 
 def floating_buffer(bucket: Bucket, purpose: str, *, may_be_sparse: bool = False) -> torch.Tensor:
-    """Return the bucket's buffer. Its dtype must be floating-point. A sparse buffer is allowed only with `may_be_sparse`.
+    """Return the bucket's buffer, after a check of its dtype and layout.
 
     `purpose`, such as "to compress", is a part of the error's text.
 

@@ -57,7 +57,7 @@ class DiLoCoOptimizer(WrappingOptimizer):
             recommends 0.5.
         compressor: for example `Int8()`. The ranks send only the changes since the latest synchronisation, compressed with
             error feedback. None: the ranks send whole parameters.
-        seed: the seed for compressors that choose at random, 0 to 2**32 - 1, the same on all ranks. It must be 0 without a
+        seed: the seed for compressors that choose at random, 0 to 2**32 - 1, the same on all ranks. Must be 0 without a
             compressor.
 
     Bytes sent by each rank for each step, on average: one all_reduce of all parameters (16-bit parameters as float32), divided
@@ -276,7 +276,7 @@ class _Fragment:
         self._mixing = outer.mixing
 
     def set_anchors(self) -> None:
-        """Take the present values of the parameters as anchors."""
+        """Store the present values of the parameters as anchors (see `_Fragment`)."""
         for anchor, parameter in zip(self._anchors, self.parameters.values(), strict=True):
             anchor.copy_(parameter.detach())
 

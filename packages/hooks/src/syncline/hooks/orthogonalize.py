@@ -74,7 +74,7 @@ def _length(column: torch.Tensor) -> torch.Tensor:
 
 
 def _spare_column(matrices: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the column that replaces a dependent column. It is the same on every rank.
+    """Return the column that replaces a column which depends linearly on earlier columns. All ranks get the same column.
 
     Gradients hardly ever have the direction of this column.
     """

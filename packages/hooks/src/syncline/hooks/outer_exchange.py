@@ -80,9 +80,9 @@ class OuterExchange:
     ) -> PendingAverage:
         """Start to average the present values of parameters. All ranks call `start` for the same parameters in the same order.
 
-        `parameters` have floating-point dtypes. `start` does not change them. The average uses the values at this call, so you
-        may change the parameters afterwards. `anchors` have the same values on every rank, in the `math_dtype` of the
-        parameters' dtypes.
+        `parameters` have floating-point dtypes. `start` does not change the parameters. The average uses the values at this
+        call, so you may change the parameters afterwards. `anchors` have the same values on every rank, in the `math_dtype` of
+        the parameters' dtypes.
         """
         # Every rank draws a seed, even a rank that does not communicate: so saved states hold the same seeds on all ranks.
         seed = self.seeds.next()
@@ -162,7 +162,7 @@ class _WholeAverage(PendingAverage):
 
 
 class _CompressedAverage(PendingAverage):
-    """The anchors minus the mean of the compressed differences."""
+    """An average of compressed differences: the result is the anchors minus the mean difference. See `OuterExchange`."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ Parameter = TypeVar("Parameter", bound=torch.Tensor)
 
 
 def by_name(named_parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Parameter]:
-    """Return the parameters by name.
+    """Return a dict from each name to its parameter.
 
     Raises:
         InvalidArgumentError: two parameters have one name, for example because two modules are trained together.

@@ -10,7 +10,7 @@ from syncline.collectives import ProcessGroup
 
 
 class FakeBucket:
-    """A bucket for tests, with gradients that the test chooses. It has all methods of `contract.Bucket`.
+    """A bucket for tests, with gradients that the test chooses. The bucket has all methods of `contract.Bucket`.
 
     Args:
         gradients: tensors of any shapes and one dtype, which are copied into a flat buffer in this order.

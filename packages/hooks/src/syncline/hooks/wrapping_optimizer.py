@@ -11,13 +11,13 @@ from syncline.collectives import MisuseError
 
 
 class WrappingOptimizer(torch.optim.Optimizer):
-    """An optimizer that wraps another optimizer, and shows its parameter groups, state and defaults.
+    """An optimizer that wraps another optimizer, and shows the wrapped optimizer's parameter groups, state and defaults.
 
     Hooks of `register_step_pre_hook` and `register_step_post_hook` run around the whole step, including communication. Hooks
-    for `state_dict` and `load_state_dict` are hooks of the other optimizer.
+    for `state_dict` and `load_state_dict` are hooks of the wrapped optimizer.
 
     Args:
-        optim: the other optimizer.
+        optim: the wrapped optimizer.
     """
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:
@@ -28,17 +28,17 @@ class WrappingOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in torch
-        """The other optimizer's parameter groups. After a state is loaded, the groups are a new list."""
+        """The wrapped optimizer's parameter groups. After a state is loaded, the groups are a new list."""
         return self.optim.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # an attribute in torch
-        """The other optimizer's state."""
+        """The wrapped optimizer's state."""
         return self.optim.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # an attribute in torch
-        """The other optimizer's defaults."""
+        """The wrapped optimizer's defaults."""
         return self.optim.defaults
 
     def __getstate__(self) -> dict[str, Any]:
@@ -52,21 +52,21 @@ class WrappingOptimizer(torch.optim.Optimizer):
         )
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """Call the other optimizer's method."""
+        """Call the wrapped optimizer's method of this name."""
         return self.optim.register_state_dict_pre_hook(hook, prepend)
 
     def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """Call the other optimizer's method."""
+        """Call the wrapped optimizer's method of this name."""
         return self.optim.register_state_dict_post_hook(hook, prepend)
 
     def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """Call the other optimizer's method."""
+        """Call the wrapped optimizer's method of this name."""
         return self.optim.register_load_state_dict_pre_hook(hook, prepend)
 
     def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """Call the other optimizer's method."""
+        """Call the wrapped optimizer's method of this name."""
         return self.optim.register_load_state_dict_post_hook(hook, prepend)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Call the other optimizer's `zero_grad`."""
+        """Call the wrapped optimizer's `zero_grad`."""
         self.optim.zero_grad(set_to_none=set_to_none)
