@@ -37,7 +37,8 @@ def bucket_caps_bytes(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Seq
     """Return the size limits in bytes of the first, second, ... bucket. The last limit also applies to all further buckets.
 
     Raises:
-        InvalidArgumentError: the script passed both arguments or an empty list, or a size is not a finite number above 0.
+        InvalidArgumentError: the script passed both `bucket_cap_mb` and `bucket_cap_mb_list`, or an empty list. Or a size is
+            not a finite number above 0.
     """
     if bucket_cap_mb_list is not None:
         if bucket_cap_mb is not None:
@@ -82,7 +83,7 @@ def check_lazy_bucket_allocation(lazy_bucket_allocation: bool) -> None:
 
 
 def check_deprecated(dim: int, check_reduction: bool) -> None:
-    """Check the two deprecated arguments. `check_reduction=True` causes a warning.
+    """Check the deprecated arguments `dim` and `check_reduction`. `check_reduction=True` causes a warning.
 
     Raises:
         InvalidArgumentError: `dim` is not 0.
@@ -106,8 +107,8 @@ def delayed_names(
     If the script delays no parameter, the result is ([], None).
 
     Raises:
-        InvalidArgumentError: the script passed only one of the two arguments, or a parameter is not a trainable parameter of
-            the module.
+        InvalidArgumentError: the script passed only one of `delay_all_reduce_named_params` and `param_to_hook_all_reduce`. Or a
+            parameter is not a trainable parameter of the module.
     """
     delayed = list(delay_all_reduce_named_params or ())
     if bool(delayed) != (param_to_hook_all_reduce is not None):

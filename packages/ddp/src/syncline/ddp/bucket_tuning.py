@@ -53,7 +53,7 @@ class ReductionCosts:
     def reduce_s(self, nbytes: float) -> float:
         """Return the seconds of an all-reduce of this size, by linear interpolation.
 
-        Above the measured sizes, extrapolate linearly. Below them, return the time of the smallest size.
+        Above the measured sizes, extrapolate linearly. Below the measured sizes, return the time of the smallest size.
         """
         return self._between(self.seconds, nbytes)
 
@@ -81,8 +81,8 @@ def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
 def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[frozenset[int]]) -> float:
     """Return the part of an all-reduce's processor time, from 0 to 1, that delays the model's computation.
 
-    Consider this rank and all ranks that share a core with it. The part is the number of cores that these ranks keep busy,
-    divided by the number of cores on which they may run.
+    Consider this rank and all ranks that share a core with this rank. The part is the number of cores that these ranks keep
+    busy, divided by the number of cores on which they may run.
 
     Args:
         rank: this rank's position in the two lists.

@@ -107,8 +107,8 @@ class Buffers:
     def note_modes(self, outputs: object, reductions: int) -> None:
         """Record which layers of batch normalisation were in training mode in the forward that has just ended.
 
-        In evaluation mode, backward reads the running statistics, so they must not change before backward. Call this method
-        only after a forward with gradients. A forward is forgotten when the graph of its outputs is gone.
+        In evaluation mode, backward reads the running statistics, so the statistics must not change before backward. Call this
+        method only after a forward with gradients. A forward is forgotten when the graph of its outputs is gone.
 
         `reductions` is the number of backwards that have averaged gradients so far. When this number grows, the method forgets
         all forwards without a layer in evaluation mode.

@@ -625,7 +625,7 @@ class Elastic:
             self._phase = _Phase.BETWEEN_STEPS  # no longer a newcomer
 
     def _share_hook_state(self, root: int) -> None:
-        """Give all ranks the hook's state of `root`, if this state can be saved. Then the method is a collective."""
+        """Give all ranks the hook's state of `root`, if this state can be saved. If so, this is a collective."""
         state = HookState(self._model.communication_hook[1])
         if state.can_be_saved:
             state.load(broadcast_object(state.collect() if self._group.rank == root else None, root, group=self._group))

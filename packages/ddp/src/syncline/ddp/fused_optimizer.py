@@ -19,7 +19,7 @@ AverageHook: TypeAlias = Callable[[torch.nn.Parameter], object]
 
 
 class AverageHooks:
-    """Runs users' hooks on averaged gradients, in the order of their registration. Then the optimizer steps."""
+    """Runs users' hooks on averaged gradients, in the order of registration. Then runs the fused optimizer."""
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
         self._optimizer = optimizer

@@ -74,9 +74,9 @@ class LowPrecision:
     Note [Forwards that write into parameters]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     A forward may write to a parameter, for example in an embedding with `max_norm`. This write goes to the cast. So after the
-    forward, the changed elements of a cast are copied to its parameter. A copy of the other elements would round them. A cast
-    is compared with its parameter only in two cases: the cast's version has changed, or code has read `cast.data`. (Writes to
-    `cast.data` do not change the version.)
+    forward, the changed elements of a cast are copied to its parameter. If the other elements were copied, too, their values
+    would be rounded. A cast is compared with its parameter only in two cases: the cast's version has changed, or code has read
+    `cast.data`. (Writes to `cast.data` do not change the version.)
 
     Args:
         state: the state of the module to run. All floating point parameters are cast, except ignored parameters.

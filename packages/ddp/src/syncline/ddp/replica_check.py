@@ -84,7 +84,7 @@ def _lanes(tensor: torch.Tensor) -> torch.Tensor:
 class ReplicaCheck:
     """Compares the ranks' parameters every `every` steps.
 
-    Cost: each check hashes all parameters, and all-reduces 16 bytes. If ranks differ, they also gather 16 bytes for each
+    Cost: each check hashes all parameters, and all-reduces 16 bytes. If ranks differ, all ranks also gather 16 bytes for each
     parameter.
     """
 

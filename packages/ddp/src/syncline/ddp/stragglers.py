@@ -43,7 +43,7 @@ class Straggler:
 
 
 def find_straggler(steps: Sequence[Sequence[float]]) -> Straggler:
-    """Return the rank that was last in the most steps. If there are several, return the one with the longest delays.
+    """Return the rank that was last in the most steps. If several ranks qualify, return the one with the longest delays.
 
     Args:
         steps: for each step and each rank, the time of the last gradient in seconds. All ranks measure from the same moment. At

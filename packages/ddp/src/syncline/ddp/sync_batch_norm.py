@@ -199,7 +199,7 @@ class SyncBatchNorm(BatchNorm):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes, for pickle. A loaded layer uses the default group of its process.
+        """Return all attributes, for pickle. A layer that is loaded from the pickle uses the default group of its process.
 
         Raises:
             MisuseError: the layer has a `process_group`.

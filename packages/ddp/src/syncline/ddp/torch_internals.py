@@ -94,7 +94,7 @@ def check_low_precision(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def gloo_threads(group: object) -> int | None:
-    """Return the number of threads that a group of torch uses for Gloo. None if it is not known."""
+    """Return the number of threads that a group of torch uses for Gloo. None if the number is not known."""
     try:
         threads: int = group._get_backend(torch.device("cpu")).options._threads  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):

@@ -37,7 +37,7 @@ class UnevenInputs(JoinHook):
         with inputs       announce ──► buffers ──► rebuild buckets, once ──► backward: buckets, map of used parameters
         without           announce ──► buffers ──► Reducer.shadow_backward: the same collectives, with zeros
 
-    Buffers come from the highest rank that has inputs. If there is a communication hook, all ranks call it.
+    Buffers come from the highest rank that has inputs. If there is a communication hook, all ranks call the hook.
 
     Args:
         divide_by_initial_world_size: True: divide gradients by the number of all ranks. False: divide by the number of ranks

@@ -287,7 +287,7 @@ def sparse_allreduce_async(
     op: Op | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[], torch.Tensor]:
-    """Begin to average a sparse tensor over the ranks, or with `op=Sum` to sum it. The indices may differ between ranks.
+    """Begin to average a sparse tensor over the ranks. With `op=Sum`, begin to sum it. The indices may differ between ranks.
 
     Returns:
         A function that waits and returns the new sparse tensor, coalesced. `synchronize` also accepts this function.

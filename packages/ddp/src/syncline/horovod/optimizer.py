@@ -61,7 +61,7 @@ _NEVER = 255
 
 
 class _Rest(IntEnum):
-    """Whether and how a gradient must still be reduced. The ranks agree on the largest value."""
+    """Whether and how a gradient must still be reduced. The ranks agree on the largest value of all ranks."""
 
     NOTHING = 0
     DENSE = 1
@@ -169,7 +169,7 @@ def _keep_shared(optimizer: torch.optim.Optimizer) -> None:
 
 
 class _Distributed:
-    """The first base of a `DistributedOptimizer`'s class, before the optimizer's class."""
+    """The first base class of a `DistributedOptimizer`. The second base class is the class of the given optimizer."""
 
     _combining: _GradientCombining | _StepCombining
     _should_synchronize = True

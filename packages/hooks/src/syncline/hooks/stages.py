@@ -67,7 +67,8 @@ class Pipeline:
     def run(self, stages: Stages, group: ProcessGroup, bucket: Bucket) -> TensorFuture:
         """Start a bucket's generator. Call `run` in backward's thread, for the same buckets in the same order on every rank.
 
-        If the first stage fails, `run` raises its error. If a later stage fails, the future gets its error.
+        If the first stage fails, `run` raises the stage's error. If a later stage fails, the returned future gets the stage's
+        error.
         """
         future = _future_on(bucket.buffer())
         if group.has_total_order:

@@ -48,7 +48,7 @@ class FakeBucket:
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replace the buffer: `buffer()` then returns the new one, and `gradients()` returns views of it."""
+        """Replace the buffer: `buffer()` then returns the new buffer, and `gradients()` returns views of the new buffer."""
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:

@@ -31,5 +31,5 @@ class ArrivalOrder:
         self.learned = [*came, *(index for index in range(self._count) if index not in latest)]
 
     def forget_arrivals(self) -> None:
-        """Forget the gradients so far. The next gradient belongs to another backward."""
+        """Forget the recorded gradients, because the next gradient belongs to another backward."""
         self._arrivals.clear()

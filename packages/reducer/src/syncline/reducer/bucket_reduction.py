@@ -77,7 +77,7 @@ class PendingReduction(ABC):
     """A bucket whose reduction is issued. The end time of the reduction is written into `times`.
 
     Callbacks on the reduction must hold no reference to the group. A group of torch may run a callback on the group's own
-    thread. If this callback drops the last reference to the group, it waits for ever.
+    thread. If this callback drops the last reference to the group, the callback waits for ever.
 
     Attributes:
         shows_bucket: whether a hook has seen the bucket's memory, and may use this memory later.

@@ -308,7 +308,7 @@ class Reducer(Inherited):
 
     @_noting_errors
     def set_static_graph(self) -> None:
-        """Promise, after construction, that all later backwards have the graph of the next backward.
+        """After construction, promise that all later backwards have the graph of the next backward.
 
         The call has the effect of the option `static_graph`. See `StaticUsage`.
 
@@ -358,9 +358,9 @@ class Reducer(Inherited):
         """Set a function that gets each bucket's parameters as soon as their gradients are averaged. None removes the function.
 
         For example, the function can step an optimizer for these parameters. At the end of backward, the reducer waits for the
-        buckets in order. After each bucket, it calls the function with a list of the bucket's parameters, without parameters
-        whose gradients stay unchanged. The function runs on the thread of backward, while later buckets may still be in
-        reduction.
+        buckets in order. After each bucket, the reducer calls the function with a list of the bucket's parameters, except
+        parameters whose gradients stay unchanged. The function runs on the thread of backward, while later buckets may still be
+        in reduction.
 
         Raises:
             MisuseError: a backward is running or has failed.
@@ -372,8 +372,8 @@ class Reducer(Inherited):
         """Set a function that gets the times of each iteration, after all gradients are averaged. None removes the function.
 
         The function runs on the thread of backward, on all ranks after the same backward. So the function may issue
-        collectives. `shadow_backward` and `reduce_gradients` do not call the function; their callers must issue these
-        collectives. The change takes effect at once, even during a backward.
+        collectives. `shadow_backward` and `reduce_gradients` do not call the function, so their callers must issue the
+        function's collectives. The change takes effect at once, even during a backward.
         """
         self._on_iteration = callback
 
@@ -381,8 +381,8 @@ class Reducer(Inherited):
         """Set a function that runs when a backward with averaging begins, before it communicates. None removes the function.
 
         The function runs on the thread of backward, on all ranks before the collectives of the same backward. So the function
-        may issue collectives. `shadow_backward` and `reduce_gradients` do not call the function; their callers must issue these
-        collectives.
+        may issue collectives. `shadow_backward` and `reduce_gradients` do not call the function, so their callers must issue
+        the function's collectives.
 
         Raises:
             MisuseError: a backward is running or has failed.
@@ -476,7 +476,8 @@ class Reducer(Inherited):
 
         Every rank calls this method with the same parameters, before a forward. The reducer forgets what it knows of earlier
         backwards, so the next backward counts as the first backward. If a parameter already has a gradient, the next reduction
-        includes this gradient. The arguments are those of the class, but `bucket_cap_bytes` must be a list.
+        includes this gradient. The arguments have the same meaning as in the constructor, but `bucket_cap_bytes` must be a
+        list.
 
         Raises:
             MisuseError: a backward is running or has failed, there is no parameter, or a parameter does not require a gradient.
@@ -568,8 +569,8 @@ class Reducer(Inherited):
     def shadow_backward(self, *, has_forward: bool = True) -> None:
         """Take part in the collectives of one forward and backward of the other ranks, with zeros as this rank's gradients.
 
-        A rank without inputs calls this method, because the other ranks would wait for it. The method returns when the
-        collectives have finished. This rank's own gradients stay unchanged.
+        A rank without inputs calls this method, because the other ranks would otherwise wait for this rank. The method returns
+        when the collectives have finished. This rank's own gradients stay unchanged.
 
         Args:
             has_forward: whether the other ranks have called `prepare_for_backward` before this backward. False for a further

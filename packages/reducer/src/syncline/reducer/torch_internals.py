@@ -108,7 +108,7 @@ def hook_defined_gradients(parameter: torch.nn.Parameter, note: Callable[[], obj
 
 
 class _HeldHook:
-    """The handle of a hook on a node, which keeps the node alive."""
+    """A handle of a hook on a node. The handle keeps the node alive."""
 
     def __init__(self, node: GraphNode, handle: Any) -> None:
         self.node = node

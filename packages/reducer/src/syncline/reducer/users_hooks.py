@@ -80,7 +80,9 @@ class UsersHooks:
         self._versions = {index: version_of(self._parameters[index]) for index in self.indices}
 
     def check(self, members: Collection[int]) -> None:
-        """Check the bucket with these members. Call this method before the bucket is collected.
+        """Check that no user's hook has used a gradient of these parameters, the members of a bucket, before it was averaged.
+
+        Call this method before the bucket is collected.
 
         Raises:
             MisuseError: a user's hook has used a gradient before it was averaged.
