@@ -50,14 +50,18 @@ class GlooThreads:
         # Gloo's own thread must not drop the last reference to its group, so the maker keeps it.
         self.made: list[dist.ProcessGroupGloo] = []
 
-    def torch_group(self, rank: int, name: str) -> TorchGroup:
+    def gloo(self, rank: int, name: str) -> dist.ProcessGroupGloo:
         store = dist.PrefixStore(name, self.store)
         gloo = dist.ProcessGroupGloo(store, rank, self.size, dist.default_pg_timeout)
         self.made.append(gloo)
-        return TorchGroup(gloo, name=name, timeout_s=30)
+        return gloo
+
+    def torch_group(self, rank: int, name: str) -> TorchGroup:
+        return TorchGroup(self.gloo(rank, name), name=name, timeout_s=30)
 
     def host_group(self, rank: int, name: str) -> HostGroup:
-        transport = GlooTransport(self.torch_group(rank, name), dist.PrefixStore(name, self.store))
+        gloo, store = self.gloo(rank, name), dist.PrefixStore(name, self.store)
+        transport = GlooTransport(gloo, store, name=name, timeout_s=30)
         return HostGroup(transport, rank, self.size, name=name, timeout_s=30)
 
 

@@ -55,9 +55,9 @@ class Refusing:
 
 def test_a_transfer_that_cannot_begin_is_our_error() -> None:
     group = TorchGroup(Refusing())  # type: ignore[arg-type]
-    for begin in (group.start_send, group.start_recv):
+    for begin in (group.send, group.recv):
         with pytest.raises(TransportError, match="Connection closed by peer"):
-            begin(torch.ones(1), 1, 0)
+            begin(torch.ones(1), 1)
 
 
 class OnGpusOnly(Refusing):

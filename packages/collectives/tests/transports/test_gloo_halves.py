@@ -51,16 +51,15 @@ def values(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def all_reduced(
-    size: int, dtype: torch.dtype, op: Any, wrap: Callable[[TorchGroup, dist.Store], ProcessGroup]
+    size: int, dtype: torch.dtype, op: Any, wrap: Callable[[Any, dist.Store], ProcessGroup]
 ) -> list[tuple[torch.Tensor, list[tuple[str, int]]]]:
     store, kept = dist.HashStore(), []
 
     def body(outer: ProcessGroup) -> tuple[torch.Tensor, list[tuple[str, int]]]:
         gloo = dist.ProcessGroupGloo(store, outer.rank, size, dist.default_pg_timeout)
         kept.append(gloo)  # Gloo's own thread must not drop the last reference to its group
-        torch_group = TorchGroup(gloo, timeout_s=30)
-        torch_group.torch_group = recording = Recording(gloo)
-        group, tensor = wrap(torch_group, store), values(outer.rank, dtype)
+        recording = Recording(gloo)
+        group, tensor = wrap(recording, store), values(outer.rank, dtype)
         group.all_reduce(tensor, op)
         outer.barrier()
         group.close()
@@ -79,8 +78,9 @@ def expected(size: int, dtype: torch.dtype, op: Any) -> torch.Tensor:
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, premul_sum(0.5)], ids=["sum", "avg", "premul"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_backend_sends_two_bytes_for_each_in_a_scatter_and_a_gather(size: int, op: Any, dtype: torch.dtype) -> None:
-    def wrap(group: TorchGroup, store: dist.Store) -> HostGroup:
-        return HostGroup(GlooTransport(group, store), group.rank, size, name="halves", timeout_s=30)
+    def wrap(gloo: Any, store: dist.Store) -> HostGroup:
+        transport = GlooTransport(gloo, store, name="halves", timeout_s=30)
+        return HostGroup(transport, gloo.rank(), size, name="halves", timeout_s=30)
 
     least = 2 * 2 * NUMEL * (size - 1) // size
     for tensor, sent in all_reduced(size, dtype, op, wrap):
@@ -93,7 +93,7 @@ def test_the_backend_sends_two_bytes_for_each_in_a_scatter_and_a_gather(size: in
 @pytest.mark.parametrize(("size", "how"), [(2, "all-to-all"), (3, "all-to-all"), (4, "ring")])
 def test_the_bare_adapter_swaps_where_that_is_less_than_a_ring_of_float32(size: int, how: str, dtype: torch.dtype) -> None:
     ring = 2 * 4 * NUMEL * (size - 1) // size
-    for tensor, sent in all_reduced(size, dtype, ReduceOp.AVG, lambda group, _: group):
+    for tensor, sent in all_reduced(size, dtype, ReduceOp.AVG, lambda gloo, _: TorchGroup(gloo, timeout_s=30)):
         assert torch.equal(tensor, expected(size, dtype, ReduceOp.AVG))
         ((name, nbytes),) = sent
         assert name == how

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,33 +21,15 @@ from ..errors import InvalidArgumentError, MisuseError
 from ..forks import fork_count, not_the_rank
 from ..group import ProcessGroup
 from ..health.statements import Statements, different_calls
-from ..reduce_op import BOOL, HALVES, PremulSum, ReduceOp, Reduction, divide
-from ..tensors.layout import bytes_of, flat, in_one_block, in_plain_order, pack, unpack, untracked
-from ..tensors.reduction import core_op, reduce_in_rank_order
+from ..reduce_op import ReduceOp
+from ..tensors.layout import flat, in_one_block, in_plain_order, pack, unpack
 from ..torch_internals import timeout_of
 from ..work import Work
-from .torch_work import TorchRequest, TorchWork, mapped
+from .torch_calls import TorchCalls
+from .torch_work import TorchRequest, TorchWork
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend as TorchBackend  # the base of ProcessGroupGloo
-
-_TORCH_OP: dict[ReduceOp, Any] = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.BAND: dist.ReduceOp.BAND,
-    ReduceOp.BOR: dist.ReduceOp.BOR,
-    ReduceOp.BXOR: dist.ReduceOp.BXOR,
-}
-
-# Dtypes that torch's CPU groups must reduce as another dtype. Halves become float32, so that sums are rounded once. Gloo does
-# not have int16 and bool.
-_REDUCED_AS = {torch.int16: torch.int32, **dict.fromkeys(HALVES, torch.float32), **dict.fromkeys(BOOL, torch.uint8)}
-
-# With fewer ranks than this, each rank sends its halves to every other rank: with p ranks, 2 (p - 1) bytes for each element.
-# A ring of float32 would send more, 8 (p - 1) / p bytes.
-_RING_FROM_RANKS = 4
 
 # An error shows at most this many marks of each rank.
 _MOST_MARKS = 16
@@ -111,7 +94,8 @@ class TorchGroup(ProcessGroup):
     ) -> None:
         ranks = _ranks_in_default_group(torch_group)
         super().__init__(torch_group.rank(), torch_group.size(), name=name, timeout_s=timeout_s, ranks=ranks)
-        self.torch_group = torch_group  # typed as Any: the stub of Backend has no collectives
+        self._calls = TorchCalls(torch_group)
+        self.torch_group = self._calls.torch_group
         served = getattr(torch_group, "_device_types", None)  # a backend has no such attribute
         self._device_types = frozenset({"cpu", "cuda"} if served is None else (device.type for device in served))
         self._fork_count = _fork_counts.setdefault(torch_group, fork_count())
@@ -188,8 +172,6 @@ class TorchGroup(ProcessGroup):
         self._new_marks.clear()
         # One reduction by MAX gives both the largest and the smallest digest, because the second number is negated.
         numbers = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
-        options = dist.AllreduceOptions()
-        options.reduceOp = _TORCH_OP[ReduceOp.MAX]
 
         def compare() -> None:
             if numbers[0] != -numbers[1]:
@@ -197,7 +179,8 @@ class TorchGroup(ProcessGroup):
                 said = all_gather_bytes(marks.encode(), group=self)
                 raise different_calls(Statements.of([f"calls with the marks: {text.decode()}" for text in said]))
 
-        return self._work([], self.torch_group.allreduce([numbers], options), compare, async_op)
+        work = TorchWork([], self._calls.all_reduce(numbers, ReduceOp.MAX), compare, self.torch_group)
+        return self._waited(work, async_op)
 
     # ---- calls ----
 
@@ -206,133 +189,51 @@ class TorchGroup(ProcessGroup):
         self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
     ) -> Work:
         self._refuse_in_fork(signature.name)
+        return self._waited(self._started(signature, reads, writes), async_op)
+
+    def _started(self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Work:
+        calls = self._calls
         is_root = signature.root == self.rank
         match signature.name:
             case "barrier":
-                return self._work([], self.torch_group.barrier(dist.BarrierOptions()), None, async_op)
+                return calls.barrier()
             case "all_reduce":
-                return self._all_reduce(writes[0], signature.reduction, async_op)
+                return calls.all_reduce(writes[0], signature.reduction)
             case "reduce":
-                return self._reduce(writes[0], signature.root_rank, signature.reduction, async_op)
+                return calls.reduce(writes[0], signature.root_rank, signature.reduction)
             case "reduce_scatter":
-                return self._reduce_scatter(writes[0], in_one_block(reads), signature.reduction, async_op)
+                return calls.reduce_scatter(writes[0], in_one_block(reads), signature.reduction)
             case "reduce_scatter_tensor":
-                return self._reduce_scatter(writes[0], flat(in_plain_order(reads[0])), signature.reduction, async_op)
+                return calls.reduce_scatter(writes[0], flat(in_plain_order(reads[0])), signature.reduction)
             case "broadcast":
-                return self._broadcast(writes[0], signature.root_rank, async_op)
+                return calls.broadcast(writes[0], signature.root_rank)
             case "all_gather":
-                return self._all_gather(list(writes), reads[0], async_op)
+                return calls.all_gather(list(writes), reads[0])
             case "all_gather_into_tensor":
-                return self._all_gather_into_tensor(writes[0], reads[0], async_op)
+                return calls.all_gather_into_tensor(writes[0], reads[0])
             case "gather":
-                return self._gather(reads[0], list(writes) if is_root else None, signature.root_rank, async_op)
+                return calls.gather(reads[0], list(writes) if is_root else None, signature.root_rank)
             case "scatter":
-                return self._scatter(writes[0], list(reads) if is_root else None, signature.root_rank, async_op)
+                return calls.scatter(writes[0], list(reads) if is_root else None, signature.root_rank)
             case "all_to_all" | "all_to_all_single":
-                return self._all_to_all(signature, list(writes), reads, async_op)
+                received, sent = pack(signature.name, reads, writes, self.size)
+                assert sent is not None
+                assert signature.splits is not None
+                exchange = calls.all_to_all(flat(received), flat(sent), *signature.splits)
+                outputs = list(writes)
+                deliver = functools.partial(unpack, signature.name, received, sent, outputs)
+                return TorchWork(outputs, exchange, deliver, self.torch_group)
         raise AssertionError(f"no collective {signature.name}")
-
-    # ---- reductions ----
-
-    def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
-        if self._swaps_cheaper(tensor):
-            terms, torch_work = self._swapped(tensor)
-            return self._work([tensor], torch_work, lambda: _reduce_flat(op, terms, tensor), async_op)
-        # torch's own reduction would give a wrong result, so each rank gathers and reduces the tensors of all ranks.
-        if not _torch_reduces(tensor, op):
-            terms, torch_work = self._gathered(tensor)
-            return self._work([tensor], torch_work, lambda: tensor.copy_(reduce_in_rank_order(op, terms)), async_op)
-        wire = _reducible(tensor, op)
-        options = dist.AllreduceOptions()
-        options.reduceOp = _TORCH_OP[core_op(op)]
-        torch_work = self.torch_group.allreduce([wire], options)
-        return self._work([tensor], torch_work, lambda: self._deliver_reduced(wire, tensor, op), async_op)
-
-    def _reduce(self, tensor: torch.Tensor, root: int, op: Reduction, async_op: bool) -> Work:
-        # Reduce a copy, because a rank that is not the root must keep its tensor.
-        copy = tensor.clone()
-        return self._work([tensor], self._all_reduce(copy, op, async_op=True), self._on(root, tensor, copy), async_op)
-
-    def _reduce_scatter(self, output: torch.Tensor, wire: torch.Tensor, op: Reduction, async_op: bool) -> Work:
-        terms = torch.empty_like(wire)
-        counts = [output.numel()] * self.size
-
-        def deliver() -> None:
-            rows = terms.view(self.size, output.numel())
-            output.copy_(reduce_in_rank_order(op, list(rows)).view(output.shape))
-
-        return self._work([output], self._exchanged(terms, wire, counts, counts), deliver, async_op)
-
-    # ---- moves ----
-
-    def _broadcast(self, tensor: torch.Tensor, root: int, async_op: bool) -> Work:
-        wire = in_plain_order(tensor)
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        torch_work = self.torch_group.broadcast([bytes_of(wire)], options)
-        return self._work([tensor], torch_work, None if wire is tensor else lambda: tensor.copy_(wire), async_op)
-
-    def _all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, async_op: bool) -> Work:
-        gathered, torch_work = self._gathered(tensor)
-        return self._work(outputs, torch_work, lambda: _copy_each(gathered, outputs), async_op)
-
-    def _all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool) -> Work:
-        gathered, torch_work = self._gathered(tensor)
-
-        def deliver() -> None:
-            output.copy_(torch.cat([row.view(-1) for row in gathered]).view(output.shape))
-
-        return self._work([output], torch_work, deliver, async_op)
-
-    def _gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, root: int, async_op: bool) -> Work:
-        wire = in_plain_order(tensor)
-        gathered = [torch.empty_like(wire) for _ in outputs or ()]
-        options = dist.GatherOptions()
-        options.rootRank = root
-        into = [[bytes_of(row) for row in gathered]] if outputs is not None else []
-        torch_work = self.torch_group.gather(into, [bytes_of(wire)], options)
-        return self._work(outputs or [], torch_work, lambda: _copy_each(gathered, outputs or []), async_op)
-
-    def _scatter(self, tensor: torch.Tensor, inputs: list[torch.Tensor] | None, root: int, async_op: bool) -> Work:
-        wire = in_plain_order(tensor)
-        options = dist.ScatterOptions()
-        options.rootRank = root
-        source = [[bytes_of(in_plain_order(entry)) for entry in inputs]] if inputs is not None else []
-        torch_work = self.torch_group.scatter([bytes_of(wire)], source, options)
-        return self._work([tensor], torch_work, None if wire is tensor else lambda: tensor.copy_(wire), async_op)
-
-    def _all_to_all(
-        self, signature: Signature, outputs: list[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
-    ) -> Work:
-        received, sent = pack(signature.name, inputs, outputs, self.size)
-        assert sent is not None
-        assert signature.splits is not None
-        torch_work = self._exchanged(flat(received), flat(sent), *signature.splits)
-        return self._work(outputs, torch_work, lambda: unpack(signature.name, received, sent, outputs), async_op)
-
-    # ---- the rest ----
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
         self._refuse_in_fork("send")
-        return self._transfer(self.start_send(in_plain_order(tensor), dst, tag), tensor, lambda: None, async_op)
+        return self._transfer(self._calls.start_send(in_plain_order(tensor), dst, tag), tensor, lambda: None, async_op)
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work:
         self._refuse_in_fork("recv")
         wire = in_plain_order(tensor)
         deliver = (lambda: None) if wire is tensor else (lambda: tensor.copy_(wire))
-        return self._transfer(self.start_recv(wire, src, tag), tensor, deliver, async_op)
-
-    def start_send(self, wire: torch.Tensor, dst: int, tag: int) -> TorchRequest:
-        """Begin to send a contiguous tensor, and return the request. Only transports call this; other code calls `send`."""
-        torch_work = _begun(lambda: self.torch_group.send([bytes_of(wire)], dst, tag))
-        return TorchRequest(torch_work, wire, receives=False)
-
-    def start_recv(self, wire: torch.Tensor, src: int | None, tag: int) -> TorchRequest:
-        """Begin to receive a contiguous tensor, and return the request. Only transports call this; other code calls `recv`."""
-        into = [bytes_of(wire)]
-        group = self.torch_group
-        torch_work = _begun(lambda: group.recv_anysource(into, tag) if src is None else group.recv(into, src, tag))
-        return TorchRequest(torch_work, wire, receives=True, source=src)
+        return self._transfer(self._calls.start_recv(wire, src, tag), tensor, deliver, async_op)
 
     def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
         raise InvalidArgumentError(
@@ -340,103 +241,15 @@ class TorchGroup(ProcessGroup):
             "(torch.distributed.new_group) and wrap it in TorchGroup"
         )
 
-    # ---- shared ----
-
     def _refuse_in_fork(self, call: str) -> None:
         if self._fork_count != fork_count():
             raise not_the_rank(call, self.place())
 
-    def _swaps_cheaper(self, tensor: torch.Tensor) -> bool:
-        """Return whether a direct exchange of this 16-bit tensor moves fewer bytes than a ring all-reduce in float32."""
-        # The ring sends `8 * (size - 1) / size` bytes for each element.
-        return tensor.dtype in HALVES and tensor.device.type == "cpu" and 1 < self.size < _RING_FROM_RANKS
-
-    def _gathered(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
-        wire = in_plain_order(tensor)
-        gathered = [torch.empty_like(wire) for _ in range(self.size)]
-        return gathered, self.torch_group.allgather([[bytes_of(row) for row in gathered]], [bytes_of(wire)])
-
-    def _swapped(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
-        """Start an exchange that gives every rank all tensors. Return the flat tensors in rank order, and torch's work."""
-        wire = in_plain_order(tensor).view(-1)
-        received = wire.new_empty(self.size - 1, wire.numel())
-        counts = [0 if rank == self.rank else wire.numel() for rank in range(self.size)]
-        # With two ranks there is one receiver, so the tensor is sent without a copy.
-        sent = wire if self.size == 2 else wire.repeat(self.size - 1)
-        # torch copies less in this exchange than in its all-gather.
-        torch_work = self._exchanged(received, sent, counts, counts)
-        return [*received[: self.rank], wire, *received[self.rank :]], torch_work
-
-    def _exchanged(
-        self, received: torch.Tensor, sent: torch.Tensor, received_counts: Sequence[int], sent_counts: Sequence[int]
-    ) -> Any:
-        itemsize = sent.element_size()
-        return self.torch_group.alltoall_base(
-            bytes_of(received),
-            bytes_of(sent),
-            [count * itemsize for count in received_counts],
-            [count * itemsize for count in sent_counts],
-            dist.AllToAllOptions(),
-        )
-
-    def _deliver_reduced(self, wire: torch.Tensor, tensor: torch.Tensor, op: Reduction) -> None:
-        if op is ReduceOp.AVG:
-            divide(wire, self.size)
-        result = torch.view_as_complex(wire) if tensor.is_complex() else wire
-        # Without a copy, `wire` is the program's tensor, and torch has put the result there already.
-        if result.data_ptr() != tensor.data_ptr():
-            tensor.copy_(result)
-
-    def _on(self, root: int, tensor: torch.Tensor, copy: torch.Tensor) -> Callable[[], Any] | None:
-        return (lambda: tensor.copy_(copy)) if self.rank == root else None
-
-    def _work(self, tensors: list[torch.Tensor], torch_work: Any, finish: Callable[[], Any] | None, async_op: bool) -> Work:
-        work = TorchWork(tensors, torch_work, finish, self.torch_group)
-        if not async_op:
-            work.wait(self.timeout_s)
-        return work
-
     def _transfer(self, request: TorchRequest, tensor: torch.Tensor, deliver: Callable[[], Any], async_op: bool) -> Work:
-        work = TransferWork(request, [tensor], deliver, lambda: f"a transfer on {self.place()}", self.timeout_s)
+        place = lambda: f"a transfer on {self.place()}"  # noqa: E731
+        return self._waited(TransferWork(request, [tensor], deliver, place, self.timeout_s), async_op)
+
+    def _waited(self, work: Work, async_op: bool) -> Work:
         if not async_op:
             work.wait(self.timeout_s)
         return work
-
-
-def _torch_reduces(tensor: torch.Tensor, op: Reduction) -> bool:
-    # If an element is not-a-number, torch's MIN and MAX are wrong on some ranks.
-    if op in (ReduceOp.MIN, ReduceOp.MAX):
-        return not tensor.is_floating_point()
-    # torch reduces complex numbers as pairs of real numbers, which is wrong for PRODUCT.
-    return op is not ReduceOp.PRODUCT or not tensor.is_complex()
-
-
-def _reducible(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
-    """Return the tensor in a form that torch can reduce, multiplied by the factor of a `PremulSum`.
-
-    The result shares the tensor's memory if the tensor is contiguous and torch reduces its dtype.
-    """
-    plain = in_plain_order(tensor)
-    real = torch.view_as_real(plain) if tensor.is_complex() else plain
-    wire = real.to(_REDUCED_AS.get(real.dtype, real.dtype))
-    if isinstance(op, PremulSum):
-        with untracked():  # `wire` may be the program's own tensor, which may require a gradient
-            wire.mul_(op.factor)
-    return wire
-
-
-def _reduce_flat(op: Reduction, terms: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-    into.copy_(reduce_in_rank_order(op, terms).view(into.shape))
-
-
-def _begun(begin: Callable[[], Any]) -> Any:
-    try:
-        return begin()
-    except RuntimeError as error:
-        # Gloo raises if the connection to the other rank is broken.
-        raise mapped(error) from error
-
-
-def _copy_each(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)

@@ -53,10 +53,9 @@ from ..startup.rendezvous import as_torch_store, keys_of_connection, meeting_pla
 from ..startup.user_secret import is_loopback
 from ..stores import FromTorchStore, Store
 from ..stores.torch_store import waits_end_with
-from ..torch_bridge.torch_group import TorchGroup
+from ..torch_bridge.torch_calls import TorchCalls
 from ..torch_bridge.torch_work import TorchWork, torch_limit
 from ..torch_internals import gloo_options
-from ..work import Work
 from .gloo_reconnector import Connect, GlooReconnector, Job, admit_lack, store_lack
 
 # Below this size, two collectives take longer than one collective with twice the bytes.
@@ -76,21 +75,32 @@ class GlooTransport(LibraryTransport):
     """Runs collectives on a Gloo process group of torch. Each call blocks until its collective is over.
 
     Args:
+        gloo: the process group, which has connected the ranks.
         store: the store in which subsets of the ranks meet.
         devices: the addresses or network interfaces where Gloo listens.
+        name: the group's name, which is the same on all ranks.
+        timeout_s: Gloo's own time limit for a collective, in seconds.
         liveness: finds out which ranks are lost; None if the processes of the ranks are not known.
     """
 
     backend_name = "gloo"
 
     def __init__(
-        self, group: TorchGroup, store: dist.Store, devices: Devices = (), *, liveness: Liveness | None = None
+        self,
+        gloo: dist.ProcessGroupGloo,
+        store: dist.Store,
+        devices: Devices = (),
+        *,
+        name: str,
+        timeout_s: float,
+        liveness: Liveness | None = None,
     ) -> None:
-        self._connected: TorchGroup | None = group
+        self._connected: TorchCalls | None = TorchCalls(gloo)
+        self._name = name
         self.liveness = liveness
         self._store = store
         self.devices = devices
-        self._gloo_timeout_s = group.timeout_s  # Gloo's own time limit for a collective: at first, that of the connection
+        self._gloo_timeout_s = timeout_s
         self._in_flight: TorchWork | None = None  # the collective that Gloo runs, maybe still after this rank has given it up
         self._subsets: Counter[str] = Counter()  # by name and members: how many subsets were made
         _open.add(self)
@@ -105,38 +115,38 @@ class GlooTransport(LibraryTransport):
         For these dtypes, Gloo's all-reduce would send 4 bytes for each element. The reduce-scatter and the all-gather send 2
         bytes.
         """
-        if tensor.dtype not in HALVES or self._group.size == 1 or tensor.nbytes < _SCATTER_HALVES_FROM_BYTES:
-            self._wait(self._within(call).all_reduce(tensor, op, async_op=True), call.scope)
+        if tensor.dtype not in HALVES or self._gloo.size == 1 or tensor.nbytes < _SCATTER_HALVES_FROM_BYTES:
+            self._wait(self._within(call).all_reduce(tensor, op), call.scope)
             return
-        padded = torch.nn.functional.pad(tensor, (0, -tensor.numel() % self._group.size))
-        part = torch.empty_like(padded.view(self._group.size, -1)[0])
-        self._wait(self._within(call).reduce_scatter_tensor(part, padded, op, async_op=True), call.scope)
-        self._wait(self._within(call).all_gather_into_tensor(padded, part, async_op=True), call.scope)
+        padded = torch.nn.functional.pad(tensor, (0, -tensor.numel() % self._gloo.size))
+        part = torch.empty_like(padded.view(self._gloo.size, -1)[0])
+        self._wait(self._within(call).reduce_scatter(part, padded, op), call.scope)
+        self._wait(self._within(call).all_gather_into_tensor(padded, part), call.scope)
         tensor.copy_(padded[: tensor.numel()])
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Call) -> None:
         """All-reduce a copy of the tensor. Only the root keeps the result."""
-        self._wait(self._within(call).reduce(tensor, root, op, async_op=True), call.scope)
+        self._wait(self._within(call).reduce(tensor, root, op), call.scope)
 
     def broadcast(self, tensor: torch.Tensor, root: int, call: Call) -> None:
         """Call Gloo's broadcast, with the tensor as bytes."""
-        self._wait(self._within(call).broadcast(tensor, root, async_op=True), call.scope)
+        self._wait(self._within(call).broadcast(tensor, root), call.scope)
 
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Call) -> None:
         """Call Gloo's all-gather, with the tensors as bytes."""
-        self._wait(self._within(call).all_gather_into_tensor(block, tensor, async_op=True), call.scope)
+        self._wait(self._within(call).all_gather_into_tensor(block, tensor), call.scope)
 
     def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
         """Call Gloo's gather, with the tensors as bytes."""
-        self._wait(self._within(call).gather(tensor, self._parts(block, tensor), root, async_op=True), call.scope)
+        self._wait(self._within(call).gather(tensor, self._parts(block, tensor), root), call.scope)
 
     def scatter(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
         """Call Gloo's scatter, with the tensors as bytes."""
-        self._wait(self._within(call).scatter(tensor, self._parts(block, tensor), root, async_op=True), call.scope)
+        self._wait(self._within(call).scatter(tensor, self._parts(block, tensor), root), call.scope)
 
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
         """Exchange the parts in an all-to-all, with the tensors as bytes. Then each rank reduces its part in rank order."""
-        self._wait(self._within(call).reduce_scatter_tensor(tensor, block, op, async_op=True), call.scope)
+        self._wait(self._within(call).reduce_scatter(tensor, block, op), call.scope)
 
     def all_to_all(
         self,
@@ -147,19 +157,19 @@ class GlooTransport(LibraryTransport):
         call: Call,
     ) -> None:
         """Call Gloo's all-to-all, with the tensors as bytes."""
-        self._wait(self._within(call).all_to_all_single(output, tensor, output_counts, input_counts, async_op=True), call.scope)
+        self._wait(self._within(call).all_to_all(output, tensor, output_counts, input_counts), call.scope)
 
     @override
     def barrier(self, call: Call) -> None:
-        self._wait(self._within(call).barrier(async_op=True), call.scope)
+        self._wait(self._within(call).barrier(), call.scope)
 
     @override
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
-        return self._group.start_send(tensor, dst, _tag(tag, tensor))
+        return self._gloo.start_send(tensor, dst, _tag(tag, tensor))
 
     @override
     def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
-        return self._group.start_recv(tensor, src, _tag(tag, tensor))
+        return self._gloo.start_recv(tensor, src, _tag(tag, tensor))
 
     @override
     def meeting_store(self) -> dist.Store:
@@ -167,11 +177,11 @@ class GlooTransport(LibraryTransport):
 
     @override
     def status_post(self) -> StatusPost:
-        return _StorePost(dist.PrefixStore(f"status/{self._group.name}", self._store), self._group.rank, self._group.size)
+        return _StorePost(dist.PrefixStore(f"status/{self._name}", self._store), self._gloo.rank, self._gloo.size)
 
     def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
         """Make a Gloo group of some ranks of this group. These ranks meet in this group's store."""
-        rank = list(members).index(self._group.rank)
+        rank = list(members).index(self._gloo.rank)
         group = f"{name}/{crc32(repr(list(members)).encode()):x}"
         self._subsets[group] += 1
         store = dist.PrefixStore(f"{group}/{self._subsets[group]}", self._store)
@@ -181,18 +191,17 @@ class GlooTransport(LibraryTransport):
         """Use `store` instead of the store in which the ranks have connected. Later, subsets of the ranks meet in `store`."""
         self._store = store
 
-    def _within(self, call: Call) -> TorchGroup:
-        """Return the torch group. If Gloo's own time limit is shorter than the call's, first set it to the call's limit."""
+    def _within(self, call: Call) -> TorchCalls:
+        """Return the calls of Gloo. If Gloo's own time limit is shorter than the call's, first set it to the call's limit."""
         # The call's time limit may be longer than the limit of the connection, for example after `set_timeout`. Set no endless
         # limit: after a failure, Gloo's thread would never drop the tensors. Never make the limit shorter: at its own limit,
         # Gloo breaks its connections. Then the other ranks get an error that says less than their own time-out.
         if call.scope.timeout_s > self._gloo_timeout_s:
-            self._group.torch_group._set_default_timeout(torch_limit(call.scope.timeout_s))
+            self._gloo.torch_group._set_default_timeout(torch_limit(call.scope.timeout_s))
             self._gloo_timeout_s = call.scope.timeout_s
-        return self._group
+        return self._gloo
 
-    def _wait(self, work: Work, scope: CancelScope) -> None:
-        assert isinstance(work, TorchWork)
+    def _wait(self, work: TorchWork, scope: CancelScope) -> None:
         self._in_flight = work
         slice_s = _FIRST_LOOK_S
         try:
@@ -206,7 +215,7 @@ class GlooTransport(LibraryTransport):
         self._in_flight = None
 
     @property
-    def _group(self) -> TorchGroup:
+    def _gloo(self) -> TorchCalls:
         # After `_hang_up`, a program may still issue calls, for example in `__del__`.
         if self._connected is None:
             raise TransportError("the process ends, and has closed its connections over Gloo")
@@ -243,7 +252,7 @@ class GlooTransport(LibraryTransport):
         self.abort()
 
     def _parts(self, block: torch.Tensor | None, part: torch.Tensor) -> list[torch.Tensor] | None:
-        return None if block is None else list(block.view(self._group.size, part.numel()))
+        return None if block is None else list(block.view(self._gloo.size, part.numel()))
 
 
 class _StorePost(StatusPost):
@@ -316,7 +325,7 @@ def connect(
         # If another rank has given up, this rank fails before its own time limit.
         limit = f" within {scope.timeout_s:g} s (timeout)" if scope.is_over() else ""
         raise CollectiveTimeout(f"{place}{limit}: {error}") from error
-    return GlooTransport(TorchGroup(gloo, name=name, timeout_s=scope.timeout_s), store, devices, liveness=known)
+    return GlooTransport(gloo, store, devices, name=name, timeout_s=scope.timeout_s, liveness=known)
 
 
 def _devices(store: Store, met: Met, rank: int, size: int, interfaces: Sequence[str], scope: CancelScope) -> Devices:
