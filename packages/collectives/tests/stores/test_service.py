@@ -74,14 +74,6 @@ def test_what_a_client_that_has_gone_waited_for_is_not_kept_for_long() -> None:
     assert service.next_expiry() is None
 
 
-def test_who_is_gone_is_not_answered() -> None:
-    service: Service[str] = Service()
-    service.request("ann", wait(5, b"a"), now=0)
-    service.forget("ann")
-    assert service.next_expiry() is None
-    assert service.request("eve", put(b"a"), now=1) == [("eve", DONE)]
-
-
 def test_one_request_at_a_time() -> None:
     service: Service[str] = Service()
     service.request("ann", wait(5, b"a"), now=0)

@@ -29,6 +29,8 @@ You can also follow an error. Suppose that a rank is killed during a collective:
    now and then. If a library blocks the rank, the monitor (`health.monitor`) asks `health.liveness`.
 2. `HostGroup._why_call_cannot_end` asks `health.leaving` for ranks that have left, then `health.liveness` for lost ranks, then
    the group's store for an alarm of another rank. Here, the result is an error of `health.liveness` that names the lost rank.
+   Often the library notices the lost rank first: Gloo, for example, reports a broken connection. Then the error of the library
+   comes first, and `FailureWords.of` (`engine.failure`) asks `health.liveness` which lost rank is behind this error.
 3. `HostGroup._fail` adds the call and the group to the error's text (`engine.failure`), lets `health.report` write a report,
    and tells the other ranks.
 4. If the script does not catch the error, one of three printers prints it:

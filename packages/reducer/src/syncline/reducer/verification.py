@@ -92,9 +92,9 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
 def telling_the_others(group: ProcessGroup) -> Iterator[None]:
     """A context for checks that may fail on some ranks only.
 
-    Call `verify_same_options` or `verify_same_parameters` after it, with the same group. If the checks raise a MisuseError on
-    this rank, this comparison raises a DisagreementError on the other ranks, with the text of the MisuseError. Without this
-    context, the other ranks would wait in the comparison for this rank.
+    After the `with` block, call `verify_same_options` or `verify_same_parameters` with the same group. If the checks raise a
+    MisuseError on this rank, that call raises a DisagreementError on the other ranks, with the text of the MisuseError. Without
+    this context, the other ranks would wait in that call for this rank.
 
     Raises:
         MisuseError: the error of the checks.

@@ -19,8 +19,8 @@ _placements: weakref.WeakKeyDictionary[ProcessGroup, Placement] = weakref.WeakKe
 def placement_of(group: ProcessGroup | None = None) -> Placement:
     """Find out where the ranks of a group run: which ranks share a node, and which local rank this process has.
 
-    Every rank calls this function. For most groups, the call needs no communication. For these groups, the first call is a
-    collective: a group of torch.distributed, a group that `shrink` or `admit` made, and a sub-group of one of these groups.
+    Every rank calls this function. For most groups, the call needs no communication. The first call is a
+    collective for a group of torch.distributed, for a group that `shrink` or `admit` made, and for a sub-group of one of these.
     """
     chosen = resolve_group(group)
     found = _placements.get(chosen)

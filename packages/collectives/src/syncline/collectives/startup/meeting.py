@@ -31,7 +31,8 @@ class Met:
     """The information that a rank has about other ranks after all ranks have met in the store.
 
     Attributes:
-        processes: for each rank of this node, the identity of its process, if the operating system has one.
+        processes: for each rank of this node, the identity of its process. Ranks without an identity are missing, as
+            on systems without /proc.
         share_loopback: whether all ranks certainly reach each other at the loopback address.
     """
 

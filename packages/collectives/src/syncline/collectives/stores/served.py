@@ -182,10 +182,6 @@ class Service(Generic[Client]):
         """Return the time at which the caller must call `expire` next, or None if no client waits."""
         return min((waiting.until for waiting in self._waiting.values()), default=None)
 
-    def forget(self, client: Client) -> None:
-        """Forget the waiting request of a client that is gone."""
-        self._waiting.pop(client, None)
-
     def _arrived(self, clients: list[Client]) -> list[tuple[Client, bytes]]:
         served = [client for client in clients if not table.missing(self._waiting[client].keys, self._values)]
         return [(client, self._answer_to(self._waiting.pop(client))) for client in served]

@@ -30,7 +30,7 @@ def gathered_bytes(group: ProcessGroup) -> None:
 def allocated_memory(group: ProcessGroup) -> None:
     """Check that `allocate` returns a flat tensor of the requested size and dtype, and that collectives accept the tensor.
 
-    One size is passed as an integer of 8 bits, although the number of bytes does not fit into 8 bits.
+    One size is an 8-bit integer, chosen so that the tensor's number of bytes does not fit into 8 bits.
     """
     narrow: int = torch.tensor(100, dtype=torch.int8)  # type: ignore[assignment]
     expect_equal(group.allocate(narrow, torch.float32).shape, torch.Size([100]), "shape of memory")

@@ -104,7 +104,7 @@ class InFlight:
         return None if self._failure is None else TransportError("the group has failed meanwhile")
 
     def reason_not_to_come(self, call: str) -> TransportError | None:
-        """If the group has failed on this rank or on another rank, return an error, because `call` cannot start; else None."""
+        """Return an error if `call` cannot start because the group has failed on some rank. Otherwise return None."""
         return self.reason_to_give_up() or self._heard(call, time.monotonic())
 
     # ---- communicators and launches ----
