@@ -14,8 +14,9 @@ To read the code, follow a tensor from `all_reduce(tensor)` to shared memory:
 
 1. `api.functional` finds the group.
 2. `group.ProcessGroup` checks the arguments, and makes the call's `Signature` (`engine.call`).
-3. `engine.host_group.HostGroup` makes the `Call` (`engine.call`), and runs the call in its turn (`engine.queue`). The group's
-   `Transport` (`engine.transport`) makes a plan for each signature.
+3. `engine.host_group.HostGroup` makes the `Call` (`engine.call`), and runs the call in its turn (`engine.queue`). Over MPI,
+   `transports.mpi.connection` has made this group. The group's `Transport` (`engine.transport`) makes a plan for each
+   signature.
 4. The plan runs. Over MPI on one node, it is a `NodePlan` (`transports.mpi.node.plan`). For small tensors it uses
    `transports.mpi.node.eager`: each rank copies its tensor into a slot of shared memory, and reduces the slots of all ranks.
    For large tensors in shared memory it uses `transports.mpi.node.window`: each rank reduces one part of the tensor, directly

@@ -68,7 +68,8 @@ class HostGroup(EngineGroup):
 
     [1] `_issue` makes the `Call`. With `async_op=False` and no call in flight, the call runs on the caller's thread. Otherwise
         the call is queued.
-    [2] `_run` sets the call's time limit, and adds the call to the history that the ranks compare.
+    [2] `_run` sets the call's time limit, and adds the call to the history that the ranks compare. If the transport compares
+        each call itself (`Transport.compares_every_call`), as MPI does on one node, there is no history.
     [3] `_move` finds the plan of the call's signature, or asks the transport for a new plan. The plan moves the data.
     [4] An error in [2] or [3] is the group's first failure. Afterwards every call fails with an error that shows the first
         failure.
