@@ -162,6 +162,43 @@ def test_dtypes(inputs: torch.dtype, parameters: torch.dtype, tolerance: float) 
         )
 
 
+@pytest.mark.parametrize("rows", [(5,), (3, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("inputs", "parameters", "estimates"),
+    [
+        (torch.bfloat16, torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.float32, torch.float32, torch.bfloat16),
+        (torch.float64, torch.float32, torch.float32),
+    ],
+    ids=str,
+)
+def test_parameters_and_estimates_of_other_dtypes(
+    inputs: torch.dtype, parameters: torch.dtype, estimates: torch.dtype, rows: tuple[int, ...]
+) -> None:
+    """`mixed_precision` gives parameters and buffers such dtypes, in training and in evaluation, on any number of ranks."""
+    layer, batches = make_layer(torch.nn.BatchNorm1d), make_batches(rows, (5,), inputs)
+    exact = copy.deepcopy(layer)
+    expected = exact(torch.cat(batches).double()), exact.eval()(torch.cat(batches).double())
+    layer = layer.to(parameters)
+    for name in ("running_mean", "running_var"):
+        setattr(layer, name, getattr(layer, name).to(estimates))
+
+    def body(group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        mine = convert_sync_batchnorm(copy.deepcopy(layer), group)
+        trained = mine(batches[group.rank])
+        evaluated = mine.eval()(batches[group.rank])
+        assert {trained.dtype, evaluated.dtype} == {inputs}
+        assert mine.running_var.dtype is estimates
+        return trained.detach().double(), evaluated.detach().double(), mine.running_var.double()  # type: ignore[operator]
+
+    found = run_ranks(len(rows), body)
+    for number, whole in enumerate(expected):
+        torch.testing.assert_close(torch.cat([rank[number] for rank in found]), whole.detach(), rtol=3e-2, atol=0.2)
+    for rank in found:
+        torch.testing.assert_close(rank[2], exact.running_var, rtol=1e-2, atol=1e-2)
+
+
 def to_float(found: dict[str, Any]) -> list[torch.Tensor]:
     return [buffer.float() if buffer.is_floating_point() else buffer for buffer in found["buffers"]]
 

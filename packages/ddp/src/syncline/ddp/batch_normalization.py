@@ -39,7 +39,7 @@ class BatchNormalization(torch.autograd.Function):
         mean, variance = statistics.mean.to(dtype), statistics.variance.to(dtype)
         ctx.save_for_backward(inputs, weight, mean, (variance + eps).rsqrt())
         ctx.count, ctx.group = statistics.count, group
-        weight, bias = _beside(inputs, weight), _beside(inputs, bias)
+        weight, bias = (None if parameter is None else parameter.to(dtype) for parameter in (weight, bias))
         return torch.nn.functional.batch_norm(inputs, mean, variance, weight, bias, training=False, eps=eps)
 
     @staticmethod
@@ -65,10 +65,3 @@ class BatchNormalization(torch.autograd.Function):
             centred = gradient - of_1.view(shape) - normalized.mul_(of_normalized.view(shape))
             of_inputs = centred.mul_(factor.view(shape)).to(inputs.dtype)
         return of_inputs, of_weight, of_bias, None, None, None
-
-
-def _beside(inputs: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
-    if parameter is None or parameter.dtype is not inputs.dtype:
-        return parameter
-    # For inputs of 16 bits, this dtype is float32.
-    return parameter.to(working_dtype(inputs))

@@ -22,7 +22,7 @@ from syncline.collectives import (
 from syncline.collectives.internal import disable_dynamo
 
 from .batch_normalization import BatchNormalization
-from .batch_statistics import BatchStatistics, gather_statistics, statistics_of
+from .batch_statistics import BatchStatistics, gather_statistics, statistics_of, working_dtype
 from .dedicated_group import dedicated_group
 from .process_groups import has_default_group, resolve_group
 from .torch_internals import BatchNorm, own_modules
@@ -133,7 +133,7 @@ class SyncBatchNorm(BatchNorm):
         """
         group = self._group() if self.training else None
         if group is None or group.size == 1:
-            return super().forward(input)
+            return self._normalize_alone(input)
         return self._normalize_together(input, dedicated_group(group))
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -148,6 +148,21 @@ class SyncBatchNorm(BatchNorm):
         if self.process_group is None and not has_default_group():
             return None
         return resolve_group(self.process_group)
+
+    def _normalize_alone(self, inputs: torch.Tensor) -> torch.Tensor:
+        dtype = working_dtype(inputs)
+        tensors = [self.weight, self.bias, self.running_mean, self.running_var]
+        if {tensor.dtype for tensor in tensors if tensor is not None} in ({dtype}, {inputs.dtype}, set()):
+            return super().forward(inputs)
+        # With `mixed_precision`, parameters and running estimates may have different dtypes. torch's layer refuses them.
+        self._check_input_dim(inputs)
+        weight, bias, mean, variance = (None if tensor is None else tensor.to(dtype) for tensor in tensors)
+        if not self.training and mean is not None:
+            return torch.nn.functional.batch_norm(inputs, mean, variance, weight, bias, training=False, eps=self.eps)
+        outputs = torch.nn.functional.batch_norm(inputs, None, None, weight, bias, training=True, eps=self.eps)
+        if self.training and self.track_running_stats:
+            self._track(statistics_of(inputs.detach()))
+        return outputs
 
     @disable_dynamo  # a compiler cannot trace a collective
     def _normalize_together(self, inputs: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
