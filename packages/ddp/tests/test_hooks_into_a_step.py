@@ -442,6 +442,17 @@ def test_forwards_that_are_over_need_no_memory() -> None:
     run_ranks(1, body)
 
 
+def test_buffers_that_differ_are_an_error_that_names_buffers() -> None:
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(torch.nn.BatchNorm1d(3), process_group=group)
+        if group.rank == 1:
+            model.module.running_mean = torch.zeros(3, dtype=torch.float64)
+        model(torch.ones(2, 3))
+
+    with pytest.raises(DisagreementError, match=r"rank 0: broadcast\(.*, buffers of the model\)"):
+        run_ranks(2, body)
+
+
 def test_a_buffer_that_only_forwards_fill_is_each_ranks_own() -> None:
     """As in torch, if the module has no other buffer: some ranks may not fill it, or with another shape."""
 

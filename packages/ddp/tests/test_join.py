@@ -353,6 +353,19 @@ def test_what_cannot_be_joined() -> None:
     run_ranks(1, body)
 
 
+def test_two_forwards_before_a_backward_are_an_error_that_names_the_collectives_of_join() -> None:
+    """A rank without inputs takes part in the backward of the first forward at once."""
+
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(linear(), process_group=group)
+        with model.join():
+            for _ in range(group.rank):
+                (model(inputs_of(1, 0)) + model(inputs_of(1, 1))).sum().backward()
+
+    with pytest.raises(DisagreementError, match="which ranks have inputs"):
+        run_ranks(2, body)
+
+
 def test_a_static_graph_must_be_learnt_by_all() -> None:
     def body(group: ProcessGroup) -> None:
         model = DistributedDataParallel(linear(), process_group=group, static_graph=True)

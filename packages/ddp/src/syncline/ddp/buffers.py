@@ -88,7 +88,10 @@ class Buffers:
         buffers = [buffer for _, buffer in self._state.buffers()]
         # The root's buffers do not change, so its graphs stay valid.
         only_reads = group.rank == root
-        with nullcontext() if only_reads else self._seen_by_autograd_if_changed(buffers):
+        with (
+            nullcontext() if only_reads else self._seen_by_autograd_if_changed(buffers),
+            group.marked("buffers of the model"),  # the program has not called a broadcast, so errors must say where it is
+        ):
             broadcast_coalesced(writable(buffers), group=group, root=root)
 
     def before_forward(self, group: ProcessGroup, root: int) -> list[AnyFuture]:

@@ -89,7 +89,8 @@ class Join:
 
     Args:
         joinables: all objects that communicate in the loop, such as a `DistributedDataParallel` or an optimizer, in the order
-            in which they communicate. All objects use the same group.
+            in which they communicate. All objects use the same group. A rank without inputs runs the part of one object after
+            the other. So in the loop, the backward of each forward comes before the next forward, also of another model.
         enable: False makes the context do nothing.
         throw_on_early_termination: True: raise an error on all ranks when one rank has no inputs left. False: the other ranks
             go on.
@@ -212,7 +213,8 @@ class Join:
         """Return the ranks that have inputs. A collective of all ranks, with or without inputs."""
         roll = torch.zeros(self._group.size, dtype=torch.uint8, device=self._device)
         roll[self._group.rank] = int(present)
-        self._group.all_reduce(roll, ReduceOp.MAX)
+        with self._group.marked("which ranks have inputs"):  # the mark tells a user who reads an error that `Join` calls this
+            self._group.all_reduce(roll, ReduceOp.MAX)
         self._present = tuple(rank for rank, is_present in enumerate(roll.tolist()) if is_present)
         absent = [str(rank) for rank in range(self._group.size) if rank not in self._present]
         if self._throws and self._present and absent:

@@ -109,7 +109,8 @@ class UnevenInputs(JoinHook):
         device = message_device(group, self._replica.device)
         plans = torch.tensor([will_reduce, sends_buffers], dtype=torch.uint8, device=device)
         # Ranks without inputs pass zeros, so the maximum is what the other ranks announce.
-        group.all_reduce(plans, ReduceOp.MAX)
+        with group.marked("a forward in join()"):
+            group.all_reduce(plans, ReduceOp.MAX)
         first, second = plans.tolist()
         return bool(first), bool(second)
 
