@@ -128,6 +128,15 @@ def test_options_mean_what_they_mean_in_torch(options: dict[str, Any]) -> None:
     assert_equals_the_whole(run_on_ranks(layer, batches), run(copy.deepcopy(layer), torch.cat(batches)))
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("missing", [["num_batches_tracked"], ["running_mean", "running_var"]], ids=str)
+def test_buffers_may_be_none_as_in_torch(missing: list[str], momentum: float | None) -> None:
+    layer, batches = make_layer(torch.nn.BatchNorm1d, momentum=momentum), make_batches((2, 3), (5,))
+    for name in missing:
+        setattr(layer, name, None)
+    assert_equals_the_whole(run_on_ranks(layer, batches), run(copy.deepcopy(layer), torch.cat(batches)))
+
+
 @pytest.mark.parametrize(
     ("inputs", "parameters", "tolerance"),
     [

@@ -191,12 +191,15 @@ class SyncBatchNorm(BatchNorm):
         _compared_layers.setdefault(group, weakref.WeakSet()).add(self)
 
     def _track(self, statistics: BatchStatistics) -> None:
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        weight = 1.0 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
+        # As in torch's layer, a script may have set each of the buffers to None.
+        weight = 0.0 if self.momentum is None else self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                weight = 1.0 / int(self.num_batches_tracked)
         for running, newest in ((self.running_mean, statistics.mean), (self.running_var, statistics.unbiased_variance)):
-            assert running is not None
-            running.lerp_(newest.to(running.dtype), weight)
+            if running is not None:
+                running.lerp_(newest.to(running.dtype), weight)
 
     # ---- copies ----
 
