@@ -208,6 +208,13 @@ def test_parameters_and_estimates_of_other_dtypes(
         torch.testing.assert_close(rank[2], exact.running_var, rtol=1e-2, atol=1e-2)
 
 
+def test_an_empty_batch_on_one_rank_leaves_the_estimates() -> None:
+    layer = convert_sync_batchnorm(make_layer(torch.nn.BatchNorm1d).bfloat16())
+    layer.running_var = torch.full((CHANNELS,), 3.0)
+    assert layer(torch.empty(0, CHANNELS, dtype=torch.bfloat16)).shape == (0, CHANNELS)
+    assert torch.equal(layer.running_var, torch.full((CHANNELS,), 3.0))
+
+
 def to_float(found: dict[str, Any]) -> list[torch.Tensor]:
     return [buffer.float() if buffer.is_floating_point() else buffer for buffer in found["buffers"]]
 

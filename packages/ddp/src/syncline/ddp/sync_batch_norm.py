@@ -160,7 +160,7 @@ class SyncBatchNorm(BatchNorm):
         if not self.training and mean is not None:
             return torch.nn.functional.batch_norm(inputs, mean, variance, weight, bias, training=False, eps=self.eps)
         outputs = torch.nn.functional.batch_norm(inputs, None, None, weight, bias, training=True, eps=self.eps)
-        if self.training and self.track_running_stats:
+        if self.training and self.track_running_stats and inputs.numel() > 0:  # an empty batch has no variance
             self._track(statistics_of(inputs.detach()))
         return outputs
 
