@@ -165,6 +165,20 @@ def test_compiling_what_calls_the_wrapper(options: dict[str, Any]) -> None:
     assert torch.equal(first, second)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler itself looks at that of each cast
+@pytest.mark.usefixtures("fresh_compiler")
+def test_with_mixed_precision_a_compiler_gets_only_the_module() -> None:
+    """It compiled the cast of each parameter, until it warned that it had compiled one function too often."""
+
+    def step(group: ProcessGroup) -> None:
+        precision = MixedPrecision(torch.float32)
+        model = DistributedDataParallel(make_network(), process_group=group, mixed_precision=precision)
+        torch.compile(model, backend="eager")(make_data(1, 2)[0][0]).sum().backward()
+
+    run_ranks(1, step)
+    assert_whole_networks_were_compiled()
+
+
 def test_a_forward_and_backward_load_no_compiler() -> None:
     """Optimizers of torch's do."""
     program = """

@@ -156,6 +156,7 @@ class LowPrecision:
                 found.places.append((holder, name, index))
         return found
 
+    @disable_dynamo  # a compiler would compile the cast anew for each shape
     def _cast_all(self, parameters: Sequence[torch.Tensor]) -> list[_Cast]:
         if torch.is_inference_mode_enabled():  # a tensor made in this mode has no version
             with torch.inference_mode(False), torch.no_grad():

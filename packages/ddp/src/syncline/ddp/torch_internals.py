@@ -40,6 +40,7 @@ import torch.nn.utils.stateless
 from torch.autograd import Variable
 
 from syncline.collectives import MisuseError
+from syncline.collectives.internal import disable_dynamo
 
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 InstanceNorm = torch.nn.modules.instancenorm._InstanceNorm
@@ -121,6 +122,7 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     _queue_callback(callback)
 
 
+@disable_dynamo  # a compiler would compile the cast anew for each shape
 def cast_inputs(dtype: torch.dtype, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Cast the floating point tensors among a module's arguments.
 
