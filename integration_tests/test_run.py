@@ -575,6 +575,26 @@ def test_ctrl_c_while_the_ranks_compare_their_scripts_ends_the_job(run_job) -> N
     assert "Zen" not in job.output
 
 
+def test_ctrl_c_while_a_rank_waits_for_the_others_at_exit_ends_the_job(run_job, tmp_path: Path) -> None:
+    """The script has no group."""
+    (tmp_path / "waits.py").write_text("from mpi4py import MPI\nimport time\ntime.sleep(30 * MPI.COMM_WORLD.rank)\n")
+    run = """
+        import sys, time
+        from syncline.collectives.cli.run import command, ending
+        class Interrupted:
+            def sleep(self, _):
+                raise KeyboardInterrupt
+            def __getattr__(self, name):
+                return getattr(time, name)
+        ending.time = Interrupted()
+        sys.exit(command.main(["waits.py"]))
+    """
+    job = run_job(2, run, "script.py")
+    assert job.status == 130, job.output
+    assert "rank 0 of 2" in job.output
+    assert "interrupted while it waited for the other ranks at exit, and ends the job: KeyboardInterrupt" in job.output
+
+
 def test_an_error_is_printed_although_mpi_cannot_tell_the_other_ranks(run_job, tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("raise ValueError('the reason')\n")
     run = """

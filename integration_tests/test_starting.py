@@ -378,6 +378,56 @@ def test_exit_ends_the_job_with_its_status(run_on: RunOn) -> None:
     assert "exits with status 7 and ends the job" in job.output
 
 
+@pytest.mark.parametrize("ends", ["MPI.Finalize()", "sys.exit()"])
+def test_ctrl_c_while_a_rank_waits_for_the_others_at_exit_ends_the_job(run_on: RunOn, ends: str) -> None:
+    job = run_on(
+        "mpich",
+        2,
+        f"""
+        import os, signal, sys, time
+        from mpi4py import MPI
+        import torch
+        from syncline.collectives import RankLostError, all_reduce, init_process_group
+
+        group = init_process_group(timeout=60)
+        process = MPI.COMM_WORLD.bcast(os.getpid())
+        all_reduce(torch.ones(3))
+        if group.rank == 0:
+            {ends}
+        try:
+            all_reduce(torch.ones(3))
+        except RankLostError:  # rank 0 waits now
+            os.kill(process, signal.SIGINT)
+        time.sleep({PATIENCE_S / 2})
+        """,
+    )
+    assert job.status == 130, job.output
+    assert "rank 0 of 2" in job.output
+    assert "interrupted while it waited for the other ranks at exit, and ends the job: KeyboardInterrupt" in job.output
+
+
+def test_a_second_ctrl_c_does_not_keep_a_rank_from_ending_the_job(run_on: RunOn) -> None:
+    job = run_on(
+        "mpich",
+        2,
+        """
+        from syncline.collectives import init_process_group
+        from syncline.collectives.startup import mpi_library
+
+        class Impatient:
+            def sleep(self, _):
+                raise KeyboardInterrupt
+
+        group = init_process_group(timeout=60)
+        if group.rank == 1:
+            mpi_library.time = Impatient()
+            raise KeyboardInterrupt
+        group.barrier()
+        """,
+    )
+    assert job.status == 130, job.output
+
+
 # ---- a child of a rank ----
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,6 +24,7 @@ from typing import Any
 from ..errors import BackendUnavailableError, LaunchError
 from ..health.connecting import Connecting
 from .launch import HYDRA, OPEN_MPI, SRUN_PMI2, SRUN_PMIX, process_manager
+from .uncaught_errors import say
 
 # mpiexec reads the output of the ranks with a delay. If the job is aborted, output that is not read yet is lost (MPICH 5.0).
 _FORWARDING_S = 0.3
@@ -250,8 +251,32 @@ def abort_job(status: int) -> None:
     """Wait 0.3 seconds, so that mpiexec can read the output of this rank. Then end all ranks of the MPI job."""
     from mpi4py import MPI
 
-    time.sleep(_FORWARDING_S)
-    MPI.COMM_WORLD.Abort(status)
+    try:
+        time.sleep(_FORWARDING_S)
+    # End the job also if a second Ctrl-C interrupts the wait: the other ranks would hang.
+    finally:
+        MPI.COMM_WORLD.Abort(status)
+
+
+@contextmanager
+def ending_job_if_interrupted(who: Callable[[], str]) -> Iterator[None]:
+    """Return a context manager that ends the job if Ctrl-C interrupts its body.
+
+    The body waits for the other ranks at exit. Python and MPI ignore errors of the functions that they call at exit. So after
+    Ctrl-C, this rank would end MPI without the other ranks. They would wait for ever, or the launcher would kill them, and end
+    with status 0.
+
+    Args:
+        who: describes this rank, for the message.
+    """
+    try:
+        yield
+    except Exception:  # such as an error of MPI: the rank has lost another rank, and those that are left may go on (ULFM)
+        raise
+    # Ctrl-C, or `sys.exit` in a signal handler of the program.
+    except BaseException as error:  # noqa: BLE001 - the job ends
+        say(f"{who()} was interrupted while it waited for the other ranks at exit, and ends the job: {error!r}")
+        abort_job(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
 _CUDA_TRIAL_S = 120.0

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from ...health.exit_status import as_status, set_exit_status
-from ...startup.mpi_library import abort_job
+from ...startup.mpi_library import abort_job, ending_job_if_interrupted
 from ...startup.silent_ranks import let_silent_ranks_report
 from ...startup.uncaught_errors import (
     also_failed,
@@ -121,15 +121,16 @@ class Ending:
         world = self._job.world
         assert world is not None
         flush_output()
-        everybody = world.Ibarrier()
-        end_s = time.monotonic() + _TOGETHER_S
-        pause_s = 1e-4
-        while not everybody.Test():
-            if self.status and time.monotonic() > end_s:
-                say(f"{self._job.who()} exits with status {self.status} and ends the job")
-                abort_job(self.status)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.01)
+        with ending_job_if_interrupted(self._job.who):
+            everybody = world.Ibarrier()
+            end_s = time.monotonic() + _TOGETHER_S
+            pause_s = 1e-4
+            while not everybody.Test():
+                if self.status and time.monotonic() > end_s:
+                    say(f"{self._job.who()} exits with status {self.status} and ends the job")
+                    abort_job(self.status)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.01)
         world.Free()
         end_mpi()
 

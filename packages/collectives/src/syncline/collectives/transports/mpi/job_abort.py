@@ -13,6 +13,8 @@ wait there for ever, and the other ranks would wait for this rank in a collectiv
    If the process of another rank is gone, the exiting rank aborts the job, because MPI_Finalize would wait for the lost rank.
    If MPI tolerates the loss of a rank, the exiting rank only ends itself, within 15 seconds.
 
+   If Ctrl-C interrupts the wait in the barrier, the rank aborts the job.
+
 A program may end MPI itself with `MPI.Finalize()`, and continue. `MPI.Finalize()` calls a callback of this module. The callback
 closes Syncline's groups, and then waits for the other ranks as in guard 3. Afterwards, any call of MPI would abort the process.
 So Syncline's threads call MPI only inside `while_mpi_runs`.
@@ -45,7 +47,7 @@ from ...health.exit_status import exit_status, watch_exit_status
 from ...health.leaving import Leavers
 from ...health.liveness import Liveness, own_identity, rank_here
 from ...health.monitor import call_now_and_then
-from ...startup.mpi_library import abort_job
+from ...startup.mpi_library import abort_job, ending_job_if_interrupted
 from ...startup.silent_ranks import let_silent_ranks_report
 from ...startup.uncaught_errors import are_handled_elsewhere, last_words, say
 from .library import failed_ranks, is_fault_tolerant, no_more_mpi, while_mpi_runs
@@ -160,10 +162,11 @@ class ExitBarrier(Inherited):
         # If `_on_exit` has met the other ranks already, nothing is left to do.
         if self._has_met:
             return
-        for group in self.leavers.open_groups():
-            with suppress(Exception):  # MPI calls this method, and nobody could catch an error
-                group.close()
-        self._end(0)
+        with ending_job_if_interrupted(_who):
+            for group in self.leavers.open_groups():
+                with suppress(Exception):  # MPI calls this method, and nobody could catch an error
+                    group.close()
+            self._end(0)
         no_more_mpi()
 
     def _on_exit(self) -> None:
@@ -175,7 +178,8 @@ class ExitBarrier(Inherited):
         if status and self.leavers.has_open_group() and not is_interactive():
             say(f"{_who()} exits with status {status} and ends the job")
             abort_job(status)
-        self._end(status)
+        with ending_job_if_interrupted(_who):
+            self._end(status)
 
     def _end(self, status: int) -> None:
         self._has_met = True
