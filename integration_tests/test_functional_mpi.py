@@ -285,3 +285,12 @@ def test_messages_larger_than_mpi_counts(mpi_group: ProcessGroup, monkeypatch: p
     elif rank == 1:
         with pytest.raises(sc.DisagreementError, match="rank 0 sent 170 bytes, this rank expects 173"):
             mpi_group.recv(taken, 0)
+    mpi_group.barrier()
+    if rank == 0:
+        mpi_group.send(given, 1)
+    elif rank == 1:
+        work = mpi_group.recv(taken[:170], 0, async_op=True)
+        for _ in range(2):  # the second wait raises the same error
+            with pytest.raises(sc.DisagreementError, match="sent more bytes than the 170 bytes that this rank expects"):
+                work.wait(20)
+        assert taken[170:].tolist() == given[170:].sub(1).tolist()

@@ -157,14 +157,14 @@ class MPIRequest(Request):
     @override
     def wait(self, scope: CancelScope) -> None:
         if not self._over:
-            with mpi_errors():
+            with self._errors():
                 wait(self._request, scope, self._status, longest_nap_s=MESSAGE_NAP_S)
             self._end()
 
     @override
     def test(self) -> bool:
         if not self._over:
-            with mpi_errors():
+            with self._errors():
                 is_over = self._request.Test(self._status)
             if is_over:
                 self._end()
@@ -189,6 +189,21 @@ class MPIRequest(Request):
             # MPI may still write to this tensor, so look again at the next send or receive.
             if not is_over:
                 cls._abandoned.append(entry)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            with mpi_errors():
+                yield
+        except TransportError as error:
+            cause = error.__cause__
+            # MPI itself checks that a message is not longer than the tensor. It does not say how long the message is.
+            if isinstance(cause, MPI.Exception) and cause.Get_error_class() == MPI.ERR_TRUNCATE:
+                raise DisagreementError(
+                    f"the other rank sent more bytes than the {self._tensor.nbytes} bytes that this rank expects; make both "
+                    "sides pass as many elements"
+                ) from cause
+            raise
 
     def _end(self) -> None:
         self._over = True
