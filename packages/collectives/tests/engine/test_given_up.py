@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
+import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,6 +17,7 @@ from syncline.collectives.engine import host_group
 from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.health.monitor import END_LOOKS, Escalation, Step
 from syncline.collectives.transports.threads import InProcessTransport, SharedState, create_groups
+from syncline.collectives.work import AnyFuture, Work
 
 
 def fail_once() -> None:
@@ -30,6 +34,50 @@ def test_only_the_latest_given_up_calls_are_kept() -> None:
     first = host_group._given_up[0]
     fail_once()
     assert first is not host_group._given_up[0]
+
+
+def get_future(work: Work) -> AnyFuture:
+    return work.get_future()
+
+
+def get_following_future(work: Work) -> AnyFuture:
+    return work.get_future().then(lambda done: done.wait())
+
+
+@pytest.mark.parametrize("ask", [get_future, get_following_future])
+def test_a_call_that_failed_is_freed_although_the_program_had_its_future(ask: Callable[[Work], AnyFuture]) -> None:
+    group = HostGroup(InProcessTransport(SharedState(2), 0), 0, 2, timeout_s=0.001)
+    tensor = torch.ones(4)
+    gone = weakref.ref(tensor)
+    work = group.all_reduce(tensor, async_op=True)
+    future = ask(work)
+    with pytest.raises(CollectiveTimeout):
+        future.wait()
+    with pytest.raises(CollectiveTimeout):
+        work.wait()
+    group.abort()
+    group._queue.join(10)
+    host_group._given_up.clear()
+    del group, tensor, work, future
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_call_is_freed_although_its_callback_has_raised() -> None:
+    def raises(_: object) -> None:
+        raise ValueError("of the callback")
+
+    (group,) = create_groups(1)
+    tensor = torch.ones(4)
+    gone = weakref.ref(tensor)
+    future = group.all_reduce(tensor, async_op=True).get_future().then(raises)
+    for look in (future.wait, future.value):
+        with pytest.raises(ValueError, match="of the callback"):
+            look()
+    del tensor, future, look
+    gc.collect()
+    assert gone() is None
+    group.close()
 
 
 def test_the_first_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from .startup.settings import AlgorithmThresholds
 from .tensors.checks import is_list
 from .tensors.layout import bytes_of, in_plain_order, mark_written, overlaps_itself
 from .torch_internals import copy_each, disable_dynamo, disable_dynamo_here
-from .work import fail_future, future_for_torch
+from .work import fail_future, future_for_torch, new_future
 
 __all__ = [
     "DEFAULT_BUFFER_BYTES",
@@ -36,6 +36,7 @@ __all__ = [
     "is_list",
     "mark_written",
     "message_device",
+    "new_future",
     "not_the_rank",
     "observe_calls",
     "overlaps_itself",

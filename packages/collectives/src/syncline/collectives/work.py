@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -38,6 +38,7 @@ class GroupFuture(AnyFuture):
         self._devices = devices
         self._fork_count = fork_count()
         self._parts: Sequence[AnyFuture] = ()  # the futures that this future joins, until they are done
+        self._failure: BaseException | None = None
 
     @override
     def wait(self) -> Any:
@@ -74,6 +75,21 @@ class GroupFuture(AnyFuture):
                 _wait_as_torch_does(self)
 
     @override
+    def set_exception(self, result: BaseException) -> None:
+        # The error's traceback holds frames, and a frame may hold this future. Python's garbage collector can free such a cycle
+        # only if it sees all references, and it sees none of those of torch's future, which is an object of C++. So keep the
+        # error here. torch gets a copy without a traceback, and a function that raises the error.
+        self._failure = result
+        this = weakref.ref(self)
+
+        def raise_failure(copy: BaseException) -> NoReturn:
+            future = this()
+            raise (None if future is None else future._failure) or copy
+
+        self._set_unwrap_func(raise_failure)
+        self.set_result(TransportError(f"{type(result).__name__}: {result}"))
+
+    @override
     def then(self, callback: Callable[[Any], Any]) -> Any:
         following = self._following(self._devices)
         following._parts = self._parts  # a wait for the new future needs the same parts
@@ -84,7 +100,7 @@ class GroupFuture(AnyFuture):
                 following.set_result(callback(done))
             # Catch Ctrl-C, too: torch would only print it, and `following` would never complete.
             except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets the error
-                fail_future(following, error, self._devices)
+                fail_future(following, error)
 
         self.add_done_callback(run)
         return following
@@ -108,25 +124,17 @@ def following_future(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> Grou
     return future._following(devices_of(tensors)) if isinstance(future, GroupFuture) else new_future(tensors)
 
 
-def fail_future(future: AnyFuture, error: BaseException, devices: Devices) -> None:
-    """Complete a future with an error of any class. `devices` are the CUDA devices with which the future was made.
+def fail_future(future: AnyFuture, error: BaseException) -> None:
+    """Complete a future with an error of any class.
 
-    torch cannot store an error that is not an `Exception`. On CUDA, it also cannot store an error that cannot be pickled. In
-    both cases the future gets a `TransportError` with the error as its `__cause__`.
+    An error that is not an `Exception`, such as Ctrl-C, must not interrupt other threads that wait for the future. So the
+    future gets a `TransportError` with the error as its `__cause__`.
     """
-    if not isinstance(error, Exception) or (devices and not _can_be_pickled(error)):
+    if not isinstance(error, Exception):
         named = TransportError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
         named.__cause__ = error
         error = named
     future.set_exception(error)
-
-
-def _can_be_pickled(error: Exception) -> bool:
-    try:
-        pickle.dumps(error)
-    except Exception:  # noqa: BLE001 - a third party's class may raise anything
-        return False
-    return True
 
 
 def _wait_as_torch_does(future: Any) -> None:
@@ -152,7 +160,7 @@ def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) 
                 # The future is done, so this wait does not block. On CUDA, the current stream waits for the collective.
                 _wait_as_torch_does(future)
         except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets the error
-            fail_future(joined, error, devices_of(tensors))
+            fail_future(joined, error)
         else:
             joined.set_result(tensors)
         joined._parts = ()  # they may hold copies of tensors
@@ -370,7 +378,7 @@ class PendingWork(Work):
             if self._error is None:
                 future.set_result(self._tensors)
             else:
-                fail_future(future, self._error, devices_of(self._tensors))
+                fail_future(future, self._error)
         except RuntimeError:
             # A second thread that ended this work has completed the future a moment before, with the same outcome.
             if not future.done():

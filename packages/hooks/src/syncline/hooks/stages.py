@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from syncline.collectives import MisuseError, ProcessGroup, Work
-from syncline.collectives.internal import fail_future
+from syncline.collectives.internal import fail_future, new_future
 
 from .contract import Bucket, TensorFuture
 
@@ -41,7 +41,7 @@ else:
 
 def finished(tensor: torch.Tensor) -> TensorFuture:
     """Return a future that already has the result `tensor`."""
-    future = _future_on(tensor)
+    future = new_future([tensor])
     future.set_result(tensor)
     return future
 
@@ -70,7 +70,7 @@ class Pipeline:
         If the first stage fails, `run` raises the stage's error. If a later stage fails, the returned future gets the stage's
         error.
         """
-        future = _future_on(bucket.buffer())
+        future = new_future([bucket.buffer()])
         if group.has_total_order:
             _chained(stages, next(stages), future)
             return future
@@ -93,7 +93,7 @@ class Pipeline:
 
     def _drop_stale(self) -> None:
         for entry in self._pending:
-            fail_future(entry.future, MisuseError("the backward that issued this bucket ended before its last bucket"), None)
+            fail_future(entry.future, MisuseError("the backward that issued this bucket ended before its last bucket"))
         self._pending = []
 
 
@@ -113,7 +113,7 @@ class _Pending:
         except StopIteration as end:
             self.future.set_result(end.value)
         except Exception as error:  # noqa: BLE001 - whoever waits for the bucket gets the error
-            fail_future(self.future, error, None)
+            fail_future(self.future, error)
 
 
 def _chained(stages: Stages, first: Work, future: TensorFuture) -> None:
@@ -125,13 +125,8 @@ def _chained(stages: Stages, first: Work, future: TensorFuture) -> None:
             future.set_result(end.value)
         # Catch Ctrl-C, too: torch would only print the error, and no other code completes the future.
         except BaseException as error:  # noqa: BLE001 - whoever waits for the bucket gets the error
-            fail_future(future, error, None)
+            fail_future(future, error)
         else:
             work.get_future().add_done_callback(advance)
 
     first.get_future().add_done_callback(advance)
-
-
-def _future_on(tensor: torch.Tensor) -> TensorFuture:
-    # A future can hold a CUDA tensor only if it was made for the tensor's device.
-    return torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)

@@ -11,7 +11,7 @@ import torch
 from ..engine.call import tensor_in_words
 from ..health.statements import Statements, different_calls
 from ..reduce_op import PremulSum, ReduceOp, Reduction, divide
-from ..work import FinishedWork, FutureWork, TensorsFuture, Work, devices_of, fail_future, following_future
+from ..work import FinishedWork, FutureWork, TensorsFuture, Work, fail_future, following_future
 from .layout import writing
 from .reduction import accumulation_dtype
 
@@ -93,7 +93,7 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
             done.value()
             gather_elements()
         except BaseException as error:  # noqa: BLE001 - the future's waiters must get it
-            fail_future(future, error, devices_of([tensor]))
+            fail_future(future, error)
         else:
             future.set_result([tensor])
 

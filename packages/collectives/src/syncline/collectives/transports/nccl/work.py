@@ -308,7 +308,7 @@ class StreamWork(Work):
 
     def _complete(self, future: TensorsFuture) -> None:
         if self._failure is not None:
-            fail_future(future, self._failure.error, [self._device])
+            fail_future(future, self._failure.error)
         else:
             assert self._stream is not None
             assert self._event is not None

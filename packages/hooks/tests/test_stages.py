@@ -1,0 +1,37 @@
+"""The pipeline of hooks that consist of several collectives."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.collectives import CollectiveTimeout, ProcessGroup
+from syncline.collectives.engine import host_group
+from syncline.collectives.transports.threads import create_groups
+from syncline.hooks.stages import Pipeline, Stages
+
+
+def test_a_bucket_is_freed_although_its_collective_has_failed() -> None:
+    group = create_groups(2, timeout_s=0.001)[0]
+    buffer = torch.ones(4)
+    gone = weakref.ref(buffer)
+
+    def stages(over: ProcessGroup, of: torch.Tensor) -> Stages:
+        yield over.all_reduce(of, async_op=True)
+        return of
+
+    bucket: Any = SimpleNamespace(buffer=lambda of=buffer: of)
+    future = Pipeline().run(stages(group, buffer), group, bucket)
+    with pytest.raises(CollectiveTimeout):
+        future.wait()
+    group.abort()
+    group._queue.join(10)
+    host_group._given_up.clear()
+    del group, buffer, bucket, future
+    gc.collect()
+    assert gone() is None
