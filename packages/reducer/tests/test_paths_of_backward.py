@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from syncline.collectives import MisuseError, ProcessGroup, ReduceOp, Work
+from syncline.collectives import MisuseError, ProcessGroup, ReduceOp, TransportError, Work
+from syncline.collectives.engine import host_group
 from syncline.collectives.testing import run_ranks
 from syncline.reducer import GradBucket, Reducer
 
@@ -636,6 +637,26 @@ def test_a_loss_that_is_kept_keeps_neither_reducer_nor_buckets(graph: dict[str, 
         run_ranks(2, body)
     finally:
         gc.enable()
+
+
+def test_a_reducer_is_freed_although_its_group_has_failed() -> None:
+    """The traceback of the group's error has the frames of the backward, and these hold the reducer."""
+
+    def body(group: ProcessGroup) -> weakref.ref[Reducer]:
+        heads = Heads(group)
+        if group.rank == 1:
+            group.abort()
+        else:
+            with pytest.raises(TransportError):
+                heads.forward().backward()  # type: ignore[no-untyped-call]
+        return weakref.ref(heads.reducer)
+
+    gone = run_ranks(2, body)
+    host_group._given_up.clear()
+    end_s = time.monotonic() + 10
+    while any(reducer() for reducer in gone) and time.monotonic() < end_s:  # the threads end a moment later
+        gc.collect()
+    assert [reducer() for reducer in gone] == [None, None]
 
 
 def test_parameters_may_be_swapped_while_they_are_averaged() -> None:

@@ -57,7 +57,10 @@ class GradientHooks:
         retire: Callable[[], bool],
     ) -> None:
         self._parameters = parameters
-        self._group = group
+        # The reducer's finalizer holds this object, so this object must not hold the group. After a failure, the traceback of
+        # the group's error holds the reducer, which would then never be freed.
+        self._group = weakref.ref(group)
+        self._ranks = frozenset(group.ranks)
         self._delayed = frozenset(delayed)
         self._wake = weakref.WeakMethod(wake)
         self._node_done = weakref.WeakMethod(node_done)
@@ -127,10 +130,7 @@ class GradientHooks:
             others = [other for other in self._others if not other.are_off]
         in_use = [one for one in others if not one._step_aside()]
         return not any(
-            self.reads_in_place
-            or one.reads_in_place
-            or self._group is one._group
-            or set(self._group.ranks) != set(one._group.ranks)
+            self.reads_in_place or one.reads_in_place or self._group() is one._group() or self._ranks != one._ranks
             for one in in_use
         )
 
