@@ -373,3 +373,19 @@ def test_splits_and_members_may_be_arrays_of_numpy() -> None:
         return output.tolist()
 
     assert run_ranks(2, body) == [[0, 1, 10], [2, 11, 12]]
+
+
+def test_the_parent_keeps_nothing_of_a_group_that_its_ranks_have_dropped() -> None:
+    def body(group: ProcessGroup) -> None:
+        part = group.split(0)
+        assert isinstance(part, HostGroup)
+        assert isinstance(part._transport, InProcessTransport)
+        state = weakref.ref(part._transport._shared_state)
+        part.close()
+        del part
+        group.barrier()  # both ranks have dropped it
+        gc.collect()
+        assert state() is None
+        group.barrier()
+
+    run_ranks(2, body)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +13,7 @@ from typing_extensions import override
 from ..engine.call import Call
 from ..engine.cancel_scope import CancelScope
 from ..engine.host_group import HostGroup
+from ..engine.living_set import LivingSet
 from ..engine.transport import LibraryTransport, Request, Transport
 from ..errors import DisagreementError, InvalidArgumentError, LaunchError, TransportError
 from ..health.statements import Statements, different_calls
@@ -52,8 +53,9 @@ class SharedState:
         self._departed: dict[int, int] = {}
         self._unreceived: dict[int, list[tuple[int, int, torch.Tensor]]] = defaultdict(list)  # source, tag, content
         self._receives: dict[int, list[_Receive]] = defaultdict(list)  # those without a message, in the order of their calls
-        self._children: dict[tuple[str, tuple[int, ...], int], SharedState] = {}
-        self._asked: Counter[tuple[str, tuple[int, ...], int]] = Counter()
+        self._children: LivingSet[SharedState] = LivingSet()
+        # By name and members: the children for which not all members have asked yet, each with the ranks that have asked.
+        self._asked_for: defaultdict[tuple[str, tuple[int, ...]], list[tuple[SharedState, set[int]]]] = defaultdict(list)
         self._aborted = False
 
     def exchange(self, round_number: int, rank: int, value: Any, scope: CancelScope) -> list[Any]:
@@ -113,16 +115,26 @@ class SharedState:
         The first call of each member returns the same object. The second call of each member returns another object, and so on.
         """
         with self._condition:
-            number = self._asked[name, members, rank]
-            self._asked[name, members, rank] += 1
-            return self._children.setdefault((name, members, number), SharedState(len(members)))
+            asked_for = self._asked_for[name, members]
+            child, asked = next((entry for entry in asked_for if rank not in entry[1]), (None, set()))
+            if child is None:
+                child = SharedState(len(members))
+                self._children.add(child)
+                asked_for.append((child, asked))
+            asked.add(rank)
+            # Only the transports of the members hold the child from now on, so the child is freed with these transports.
+            if len(asked) == len(members):
+                asked_for.remove((child, asked))
+                if not asked_for:
+                    del self._asked_for[name, members]
+            return child
 
     def abort(self) -> None:
         """Wake all waiting threads, in this group and in its subsets."""
         with self._condition:
             self._aborted = True
             self._condition.notify_all()
-            children = list(self._children.values())
+            children = list(self._children)
         for child in children:
             child.abort()
 
