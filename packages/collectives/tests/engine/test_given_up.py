@@ -17,7 +17,7 @@ from syncline.collectives.engine import host_group
 from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.health.monitor import END_LOOKS, Escalation, Step
 from syncline.collectives.transports.threads import InProcessTransport, SharedState, create_groups
-from syncline.collectives.work import AnyFuture, Work
+from syncline.collectives.work import AnyFuture, Work, new_future
 
 
 def fail_once() -> None:
@@ -121,3 +121,39 @@ def test_the_words_at_the_end_of_a_process_name_the_call() -> None:
         running.result()
     assert words.startswith("all_reduce(float32[3], op=SUM), number 0 on rank 0 of 2 in group 'default' did not end: ")
     assert first.missing_in_words().startswith("a collective on rank 0")
+
+
+class Unspeakable(Exception):
+    """An error that is false, and whose text fails."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("kind", [ValueError, Unspeakable])
+def test_a_failed_future_that_only_torch_holds_keeps_the_class_of_its_error(kind: type[Exception]) -> None:
+    def fails(_: AnyFuture) -> None:
+        raise kind("of the program")
+
+    first = new_future([])
+    joined = torch.futures.collect_all([first.then(fails)])
+    first.set_result([])
+    gc.collect()
+    with pytest.raises(kind):
+        joined.wait()
+
+
+def test_the_future_raises_the_error_itself_whatever_the_error_is_like() -> None:
+    future, error = new_future([]), Unspeakable()
+    future.set_exception(error)
+    with pytest.raises(Unspeakable) as found:
+        future.wait()
+    assert found.value is error
+
+
+def test_only_an_exception_may_fail_a_future() -> None:
+    with pytest.raises(AssertionError, match="not an Exception"):
+        new_future([]).set_exception(KeyboardInterrupt())  # type: ignore[arg-type]

@@ -389,3 +389,16 @@ def test_the_parent_keeps_nothing_of_a_group_that_its_ranks_have_dropped() -> No
         group.barrier()
 
     run_ranks(2, body)
+
+
+def test_an_abort_reaches_a_part_of_a_part_that_nobody_holds() -> None:
+    whole, members = SharedState(2), (0, 1)
+    part = whole.child("part", members, 0)
+    assert whole.child("part", members, 1) is part
+    inner = part.child("inner", members, 0)
+    assert part.child("inner", members, 1) is inner
+    del part
+    gc.collect()
+    whole.abort()
+    with pytest.raises(TransportError):
+        inner.exchange(0, 0, None, CancelScope(60))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -76,18 +78,23 @@ class GroupFuture(AnyFuture):
 
     @override
     def set_exception(self, result: BaseException) -> None:
+        if not isinstance(result, Exception):
+            super().set_exception(result)  # torch refuses it
         # The error's traceback holds frames, and a frame may hold this future. Python's garbage collector can free such a cycle
         # only if it sees all references, and it sees none of those of torch's future, which is an object of C++. So keep the
         # error here. torch gets a copy without a traceback, and a function that raises the error.
         self._failure = result
         this = weakref.ref(self)
 
-        def raise_failure(copy: BaseException) -> NoReturn:
+        def raise_failure(copied: Exception) -> NoReturn:
             future = this()
-            raise (None if future is None else future._failure) or copy
+            # torch's code may hold only its own object, for example in `torch.futures.collect_all`.
+            if future is None or future._failure is None:
+                raise copied
+            raise future._failure
 
         self._set_unwrap_func(raise_failure)
-        self.set_result(TransportError(f"{type(result).__name__}: {result}"))
+        self.set_result(_without_frames(result, self._devices))
 
     @override
     def then(self, callback: Callable[[Any], Any]) -> Any:
@@ -135,6 +142,21 @@ def fail_future(future: AnyFuture, error: BaseException) -> None:
         named.__cause__ = error
         error = named
     future.set_exception(error)
+
+
+def _without_frames(error: BaseException, devices: Devices) -> Exception:
+    """Return a copy of an error, without its traceback. torch pickles the values of a future with `devices`.
+
+    If the error cannot be copied or pickled, return another error, whose text is the class of `error`.
+    """
+    try:
+        copied = copy.copy(error)
+        if devices:
+            pickle.dumps(copied)
+        assert isinstance(copied, Exception)
+        return copied
+    except Exception:  # noqa: BLE001 - a third party's class may raise anything
+        return TransportError(type(error).__name__)
 
 
 def _wait_as_torch_does(future: Any) -> None:
@@ -186,8 +208,9 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
 
     Note [Futures that fail]
     ~~~~~~~~~~~~~~~~~~~~~~~~
-    torch's `Future.set_exception` stores the exception as the future's value, and Python's `wait` raises it. C++ code (the
-    reducer of torch's DDP, its communication hooks) takes this value for a list of tensors, and dies by SIGSEGV. C++ sees a
+    torch's `Future.set_exception` stores the exception as the future's value, and Python's `wait` raises it. (Our own futures
+    store a copy.) C++ code (the reducer of torch's DDP, its communication hooks) takes this value for a list of tensors, and
+    dies by SIGSEGV. C++ sees a
     failure only if a function given to torch's own `then` has raised an error.
 
     Our own futures keep the exception, because our callers catch it by its class. So torch's C++ code must not get our futures.

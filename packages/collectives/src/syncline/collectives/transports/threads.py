@@ -46,8 +46,9 @@ class SharedState:
     matches. If no receive matches, the message waits.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, parent: SharedState | None = None) -> None:
         self.size = size
+        self._parent = parent  # must live as long as this state: through the parent, `abort` reaches this state
         self._condition = threading.Condition()
         self._rounds: dict[int, dict[int, Any]] = {}
         self._departed: dict[int, int] = {}
@@ -118,7 +119,7 @@ class SharedState:
             asked_for = self._asked_for[name, members]
             child, asked = next((entry for entry in asked_for if rank not in entry[1]), (None, set()))
             if child is None:
-                child = SharedState(len(members))
+                child = SharedState(len(members), self)
                 self._children.add(child)
                 asked_for.append((child, asked))
             asked.add(rank)
