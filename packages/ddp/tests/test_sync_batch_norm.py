@@ -213,6 +213,7 @@ def test_an_empty_batch_on_one_rank_leaves_the_estimates() -> None:
     layer.running_var = torch.full((CHANNELS,), 3.0)
     assert layer(torch.empty(0, CHANNELS, dtype=torch.bfloat16)).shape == (0, CHANNELS)
     assert torch.equal(layer.running_var, torch.full((CHANNELS,), 3.0))
+    assert layer.num_batches_tracked == 1  # as in torch's layer
 
 
 def to_float(found: dict[str, Any]) -> list[torch.Tensor]:

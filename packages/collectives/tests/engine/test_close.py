@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.collectives import CollectiveTimeout, DisagreementError, ProcessGroup, SynclineError, TransportError, Work
+from syncline.collectives import (
+    CollectiveTimeout,
+    DisagreementError,
+    ProcessGroup,
+    RoundRobinGroup,
+    SynclineError,
+    TransportError,
+    Work,
+)
 from syncline.collectives.engine import host_group
 from syncline.collectives.engine.call import Call, Signature
 from syncline.collectives.engine.cancel_scope import CancelScope
@@ -458,6 +466,23 @@ def test_ctrl_c_ends_a_close_that_waits_for_a_call_in_flight(kind: type[Together
         patch.setattr(*waits, interrupted)
         with pytest.raises(KeyboardInterrupt):
             group.close()
+    assert str(work.exception()).startswith("the group was aborted"), "close has waited for the call"
+
+
+@pytest.mark.parametrize("is_composed", [False, True])
+def test_ctrl_c_in_the_close_of_one_group_aborts_the_groups_that_belong_to_it(
+    is_composed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    group, other = (HostGroup(Alone(SharedState(2), 0), 0, 2, timeout_s=LIMIT_S) for _ in range(2))
+    work = group.all_reduce(torch.ones(1), async_op=True)  # rank 1 never calls
+    monkeypatch.setattr(other, "close", interrupted)
+    if not is_composed:
+        group.end_together(other)
+    with pytest.raises(KeyboardInterrupt):
+        (RoundRobinGroup([group, other]) if is_composed else group).close()
     assert str(work.exception()).startswith("the group was aborted"), "close has waited for the call"
 
 

@@ -108,7 +108,7 @@ def test_each_rank_reaches_its_own_limit_although_it_is_shorter_than_that_of_the
 
 def test_at_exit_only_a_collective_that_was_given_up_keeps_the_connections_open() -> None:
     """Closing would wait for the collective until Gloo's own time limit, which is that of the connection."""
-    store, both_are_over = dist.HashStore(), threading.Barrier(2)
+    store, both_are_over, has_hung_up = dist.HashStore(), threading.Barrier(2), threading.Event()
 
     def body(outer: ProcessGroup) -> None:
         transport = connect(store, outer.rank, 2, "whole", CancelScope(60))
@@ -118,8 +118,11 @@ def test_at_exit_only_a_collective_that_was_given_up_keeps_the_connections_open(
             with pytest.raises(CollectiveTimeout):
                 group.all_reduce(torch.ones(1))  # rank 1 never calls
         both_are_over.wait(60)
+        if outer.rank == 1:
+            has_hung_up.wait(60)  # without this rank's connection, the collective of rank 0 would be over
         transport.hang_up()
         assert (transport._connected is None) == (outer.rank == 1)
+        has_hung_up.set()
         group.abort()
 
     run_ranks(2, body)

@@ -160,8 +160,9 @@ class SyncBatchNorm(BatchNorm):
         if not self.training and mean is not None:
             return torch.nn.functional.batch_norm(inputs, mean, variance, weight, bias, training=False, eps=self.eps)
         outputs = torch.nn.functional.batch_norm(inputs, None, None, weight, bias, training=True, eps=self.eps)
-        if self.training and self.track_running_stats and inputs.numel() > 0:  # an empty batch has no variance
-            self._track(statistics_of(inputs.detach()))
+        if self.training and self.track_running_stats:
+            # As in torch's layer, an empty batch is counted, but has no variance.
+            self._track(statistics_of(inputs.detach()) if inputs.numel() > 0 else None)
         return outputs
 
     @disable_dynamo  # a compiler cannot trace a collective
@@ -190,13 +191,15 @@ class SyncBatchNorm(BatchNorm):
                 )
         _compared_layers.setdefault(group, weakref.WeakSet()).add(self)
 
-    def _track(self, statistics: BatchStatistics) -> None:
+    def _track(self, statistics: BatchStatistics | None) -> None:
         # As in torch's layer, a script may have set each of the buffers to None.
         weight = 0.0 if self.momentum is None else self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
                 weight = 1.0 / int(self.num_batches_tracked)
+        if statistics is None:
+            return
         for running, newest in ((self.running_mean, statistics.mean), (self.running_var, statistics.unbiased_variance)):
             if running is not None:
                 running.lerp_(newest.to(running.dtype), weight)

@@ -18,6 +18,7 @@ from ..group import ProcessGroup
 from ..reduce_op import Reduction
 from ..work import FutureWork, Work, join_futures
 from .call import Signature
+from .engine_group import abort_if_interrupted
 from .observers import shown
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class DelegatingGroup(ProcessGroup):
         # An `ExitStack` goes on closing after an error, and raises the error at the end.
         with ExitStack() as closing:
             for group in self._all:
+                closing.push(abort_if_interrupted(self))
                 closing.callback(group.close)
 
     @override

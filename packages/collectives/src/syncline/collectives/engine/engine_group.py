@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from threading import get_ident
 
@@ -271,21 +271,17 @@ class EngineGroup(ProcessGroup, Inherited):
             self._is_closing = True
             # The stack runs its callbacks in reverse order, also after an error: first the companions, last `_close`.
             with ExitStack() as ending:
-                ending.push(self._abort_if_interrupted)
+                ending.push(abort_if_interrupted(self))
                 ending.callback(self._close)
                 for companion in self._companions:
+                    ending.push(abort_if_interrupted(self))
                     ending.callback(self._end, companion)
-                ending.push(self._abort_if_interrupted)
+                ending.push(abort_if_interrupted(self))
                 # After a failure, other ranks may not come to this comparison, so it could only time out.
                 if self.first_failure is None:
                     self._meet_before_close()
         finally:
             self._closing.release()
-
-    def _abort_if_interrupted(self, _: object, error: BaseException | None, __: object) -> None:
-        # After Ctrl-C, the rest of `close` must not wait for calls in flight, which may take the group's whole time limit.
-        if error is not None and not isinstance(error, Exception):
-            self.abort()
 
     @abstractmethod
     def _meet_before_close(self) -> None:
@@ -320,6 +316,19 @@ class EngineGroup(ProcessGroup, Inherited):
     @abstractmethod
     def _abort(self, failure: BaseException) -> None:
         """Make all calls in flight fail, without waiting. The caller has set `_closed`."""
+
+
+def abort_if_interrupted(group: ProcessGroup) -> Callable[[object, BaseException | None, object], None]:
+    """Return a function for an `ExitStack` that closes a group. The function aborts the group if Ctrl-C has ended a step.
+
+    After Ctrl-C, the other steps must not wait for calls in flight, which may take the group's whole time limit.
+    """
+
+    def leave(_: object, error: BaseException | None, __: object) -> None:
+        if error is not None and not isinstance(error, Exception):
+            group.abort()
+
+    return leave
 
 
 def members_of(color: int, colors_and_keys: Sequence[Sequence[int]]) -> list[int]:

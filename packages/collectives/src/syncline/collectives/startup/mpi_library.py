@@ -275,8 +275,10 @@ def ending_job_if_interrupted(who: Callable[[], str]) -> Iterator[None]:
         raise
     # Ctrl-C, or `sys.exit` in a signal handler of the program.
     except BaseException as error:  # noqa: BLE001 - the job ends
-        say(f"{who()} was interrupted while it waited for the other ranks at exit, and ends the job: {error!r}")
-        abort_job(130 if isinstance(error, KeyboardInterrupt) else 1)
+        try:
+            say(f"{who()} was interrupted while it waited for the other ranks at exit, and ends the job: {error!r}")
+        finally:  # also after a second Ctrl-C
+            abort_job(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
 _CUDA_TRIAL_S = 120.0
