@@ -94,7 +94,7 @@ class GroupFuture(AnyFuture):
             raise future._failure
 
         self._set_unwrap_func(raise_failure)
-        self.set_result(_without_frames(result, self._devices))
+        self.set_result(_without_frames(result))
 
     @override
     def then(self, callback: Callable[[Any], Any]) -> Any:
@@ -144,15 +144,15 @@ def fail_future(future: AnyFuture, error: BaseException) -> None:
     future.set_exception(error)
 
 
-def _without_frames(error: BaseException, devices: Devices) -> Exception:
-    """Return a copy of an error, without its traceback. torch pickles the values of a future with `devices`.
+def _without_frames(error: BaseException) -> Exception:
+    """Return a copy of an error, without its traceback.
 
-    If the error cannot be copied or pickled, return another error, whose text is the class of `error`.
+    If the error cannot be copied or pickled, return another error, whose text is the class of `error`. On CUDA, torch pickles
+    the values of futures.
     """
     try:
         copied = copy.copy(error)
-        if devices:
-            pickle.dumps(copied)
+        pickle.dumps(copied)
         assert isinstance(copied, Exception)
         return copied
     except Exception:  # noqa: BLE001 - a third party's class may raise anything
