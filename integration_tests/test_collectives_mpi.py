@@ -37,9 +37,9 @@ from syncline.collectives.startup.launch import detect_launch
 from syncline.collectives.startup.mpi_library import CudaAwareness
 from syncline.collectives.startup.registry import load_backend
 from syncline.collectives.testing import CHECKS, Check
-from syncline.collectives.testing.conformance.endings import ENDINGS, LIMITED
+from syncline.collectives.testing.conformance.endings import ENDINGS
+from test_support.endings import ENDINGS_TO_RUN
 from test_support.fake_device import FakeDevice, let_the_cpu_play
-from test_support.full_run import cases
 
 pytestmark = pytest.mark.mpi
 
@@ -54,12 +54,8 @@ def test_mpi_conforms(mpi_group: ProcessGroup, check: Check) -> None:
     check(mpi_group)
 
 
-# At the time limit, all collectives of a group end by the same code, and each check waits for seconds.
-OTHER_LIMITS = [f"ends {name} at the time limit" for name in LIMITED if name != "all_reduce"]
-
-
 @pytest.mark.parametrize("backend", ["mpi", "gloo"])
-@pytest.mark.parametrize("name", cases([name for name in ENDINGS if name not in OTHER_LIMITS], in_full=OTHER_LIMITS))
+@pytest.mark.parametrize("name", ENDINGS_TO_RUN)
 def test_groups_end_in_order(backend: str, name: str) -> None:
     ENDINGS[name](connect(backend))
 

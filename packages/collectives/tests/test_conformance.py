@@ -21,6 +21,7 @@ from syncline.collectives.testing.conformance import endings
 from syncline.collectives.testing.conformance.endings import ENDINGS, LIMITED
 from syncline.collectives.transports.gloo import GlooTransport
 from syncline.collectives.transports.threads import InProcessTransport, SharedState, create_groups
+from test_support.endings import ENDINGS_TO_RUN
 from test_support.full_run import cases
 
 pytestmark = pytest.mark.ranks
@@ -85,11 +86,7 @@ def test_gloo(gloo_threads: GlooThreads, check: Check, request: pytest.FixtureRe
     run_ranks(gloo_threads.size, body)
 
 
-# At the time limit, all collectives of a group end by the same code, and each check waits for seconds.
-OTHER_LIMITS = [f"ends {name} at the time limit" for name in LIMITED if name != "all_reduce"]
-
-
-@pytest.mark.parametrize("name", cases([name for name in ENDINGS if name not in OTHER_LIMITS], in_full=OTHER_LIMITS))
+@pytest.mark.parametrize("name", ENDINGS_TO_RUN)
 def test_endings_gloo(gloo_threads: GlooThreads, name: str, request: pytest.FixtureRequest) -> None:
     run_ranks(gloo_threads.size, lambda outer: ENDINGS[name](gloo_threads.host_group(outer.rank, request.node.nodeid)))
 
@@ -162,8 +159,11 @@ class WrongRoot(InProcessTransport):
 class OwnOrder(InProcessTransport):
     """Each rank adds starting with its own: the same value up to rounding, other bits."""
 
+    def is_faulty(self, op: Any) -> bool:
+        return op is ReduceOp.SUM
+
     def all_reduce(self, tensor, op, call) -> None:
-        if op is not ReduceOp.SUM:
+        if not self.is_faulty(op):
             return super().all_reduce(tensor, op, call)
         shown = self._show(tensor, call)
         result = reduce_in_rank_order(op, [*shown[self._rank :], *shown[: self._rank]])
@@ -178,17 +178,11 @@ class BarrierThatDoesNotWait(InProcessTransport):
             super().barrier(call)
 
 
-class OwnOrderOfFactors(InProcessTransport):
+class OwnOrderOfFactors(OwnOrder):
     """As `OwnOrder`, in a sum with factors."""
 
-    def all_reduce(self, tensor, op, call) -> None:
-        if isinstance(op, ReduceOp):
-            return super().all_reduce(tensor, op, call)
-        shown = self._show(tensor, call)
-        result = reduce_in_rank_order(op, [*shown[self._rank :], *shown[: self._rank]])
-        self.barrier(call)
-        tensor.copy_(result)
-        return None
+    def is_faulty(self, op: Any) -> bool:
+        return not isinstance(op, ReduceOp)
 
 
 class ReversedOutputs(InProcessTransport):

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from syncline.collectives import CollectiveTimeout, ProcessGroup
-from syncline.collectives.engine import host_group
 from syncline.collectives.transports.threads import create_groups
 from syncline.hooks.stages import Pipeline, Stages
+from test_support.given_up import forget_failure
 
 
 def test_a_bucket_is_freed_although_its_collective_has_failed() -> None:
@@ -29,9 +29,7 @@ def test_a_bucket_is_freed_although_its_collective_has_failed() -> None:
     future = Pipeline().run(stages(group, buffer), group, bucket)
     with pytest.raises(CollectiveTimeout):
         future.wait()
-    group.abort()
-    group._queue.join(10)
-    host_group._given_up.clear()
+    forget_failure(group)
     del group, buffer, bucket, future
     gc.collect()
     assert gone() is None

@@ -18,6 +18,7 @@ from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.health.monitor import END_LOOKS, Escalation, Step
 from syncline.collectives.transports.threads import InProcessTransport, SharedState, create_groups
 from syncline.collectives.work import AnyFuture, Work, new_future
+from test_support.given_up import forget_failure
 
 
 def fail_once() -> None:
@@ -55,9 +56,7 @@ def test_a_call_that_failed_is_freed_although_the_program_had_its_future(ask: Ca
         future.wait()
     with pytest.raises(CollectiveTimeout):
         work.wait()
-    group.abort()
-    group._queue.join(10)
-    host_group._given_up.clear()
+    forget_failure(group)
     del group, tensor, work, future
     gc.collect()
     assert gone() is None
