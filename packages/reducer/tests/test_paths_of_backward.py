@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from syncline.collectives import MisuseError, ProcessGroup, ReduceOp, TransportError, Work
+from syncline.collectives import MisuseError, ProcessGroup, ReduceOp, TransportError
 from syncline.collectives.engine import host_group
 from syncline.collectives.testing import run_ranks
 from syncline.reducer import GradBucket, Reducer
+from test_support.chosen_gradients import CountingGroup
 
 pytestmark = pytest.mark.ranks
 
@@ -124,21 +125,6 @@ def test_a_backward_from_a_tensor_that_was_kept_aside_names_what_is_missing(as_v
 
 
 # ---- when buckets start ----
-
-
-class CountingGroup:
-    """A group that counts the all_reduces of buckets that were issued."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self.issued = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
-
-    def all_reduce(self, *arguments: Any, **options: Any) -> Work:
-        self.issued += 1
-        return self._group.all_reduce(*arguments, **options)
 
 
 def started_before_each(heads: Heads, counting: CountingGroup, order: Sequence[int]) -> list[int]:

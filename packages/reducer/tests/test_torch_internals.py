@@ -13,7 +13,7 @@ import torch
 from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
-from syncline.collectives import MisuseError, ProcessGroup, Work
+from syncline.collectives import MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import create_groups
 from syncline.reducer import Reducer, dynamic_usage, gradient_aliasing, torch_internals
@@ -27,6 +27,7 @@ from syncline.reducer.torch_internals import (
     storage_users,
     unreached,
 )
+from test_support.chosen_gradients import CountingGroup
 
 ranks = pytest.mark.ranks
 
@@ -69,21 +70,6 @@ def test_without_the_code_of_functions_backwards_the_package_cannot_be_imported(
     monkeypatch.setattr(torch.autograd.function, "BackwardCFunction", SimpleNamespace(apply=len))
     with pytest.raises(ImportError, match=rf"does not work with torch {re.escape(torch.__version__)}: .*__code__"):
         probed_again()
-
-
-class CountingGroup:
-    """A group that counts the all_reduces that were issued."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self.issued = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
-
-    def all_reduce(self, *arguments: Any, **options: Any) -> Work:
-        self.issued += 1
-        return self._group.all_reduce(*arguments, **options)
 
 
 @ranks

@@ -4,102 +4,31 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from syncline.collectives import ProcessGroup, Work
+from syncline.collectives import ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.reducer import GradBucket, Reducer
+from test_support.chosen_gradients import (
+    FORWARD,
+    ONE_EACH,
+    PAIRS,
+    REVERSED,
+    VIEWS,
+    CountingGroup,
+    average,
+    coefficient,
+    forward,
+    loss,
+    make_parameters,
+    set_to_none,
+    train,
+)
 
 pytestmark = pytest.mark.ranks
-
-GRAPHS = {"complete": {}, "static": {"static_graph": True}, "find-unused": {"find_unused_parameters": True}}
-VIEWS = [pytest.param(False, id="copied"), pytest.param(True, id="as-view")]
-ONE_EACH = 0  # a cap of 0 bytes: every parameter has a bucket to itself
-PAIRS = 32  # of two elements of float64: two parameters in each bucket
-FORWARD, REVERSED = [0, 1, 2, 3], [3, 2, 1, 0]
-
-
-class Counted:
-    """A group that counts the all_reduces that were issued."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self.issued = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
-
-    def all_reduce(self, *arguments: Any, **options: Any) -> Work:
-        self.issued += 1
-        return self._group.all_reduce(*arguments, **options)
-
-
-@pytest.fixture(params=[pytest.param(options, id=name) for name, options in GRAPHS.items()])
-def graph(request: pytest.FixtureRequest) -> dict[str, bool]:
-    """What is known of the graph."""
-    return dict(request.param)
-
-
-def make_parameters(count: int = 4) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(f"p{i}", torch.nn.Parameter(torch.ones(2, dtype=torch.float64))) for i in range(count)]
-
-
-def coefficient(rank: int, index: int, step: int) -> float:
-    return (rank + 1.0) * (index + 1) + 100 * step
-
-
-def average(world_size: int, index: int, step: int) -> list[float]:
-    return [sum(coefficient(rank, index, step) for rank in range(world_size)) / world_size] * 2
-
-
-def loss(parameters: Sequence[tuple[str, torch.nn.Parameter]], rank: int, step: int, arrival: Sequence[int]) -> torch.Tensor:
-    """Its gradients are the coefficients, and arrive in this order: autograd visits the latest node first."""
-    total = torch.zeros((), dtype=torch.float64)
-    for index in reversed(arrival):
-        total = total + (parameters[index][1] * coefficient(rank, index, step)).sum()
-    return total
-
-
-def forward(
-    reducer: Reducer,
-    parameters: Sequence[tuple[str, torch.nn.Parameter]],
-    group: ProcessGroup,
-    step: int,
-    arrival: Sequence[int],
-) -> torch.Tensor:
-    """A loss whose backward is reduced."""
-    reducer.prepare_for_backward()
-    return loss(parameters, group.rank, step, arrival)
-
-
-def set_to_none(parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-    """As `zero_grad()` does."""
-    for _, parameter in parameters:
-        parameter.grad = None
-
-
-def train(
-    reducer: Reducer,
-    parameters: Sequence[tuple[str, torch.nn.Parameter]],
-    group: ProcessGroup,
-    arrivals: Sequence[Sequence[int]],
-    *,
-    first_step: int = 0,
-    before: Callable[[int], None] | None = None,
-) -> None:
-    """Steps, each of which must give the averages."""
-    for step, arrival in enumerate(arrivals, first_step):
-        set_to_none(parameters)
-        if before is not None:
-            before(step)
-        forward(reducer, parameters, group, step, arrival).backward()
-        for index, (_, parameter) in enumerate(parameters):
-            assert parameter.grad is not None
-            assert parameter.grad.tolist() == average(group.size, index, step), (step, index)
 
 
 @pytest.mark.parametrize("as_view", VIEWS)
@@ -313,7 +242,7 @@ def test_buckets_overlap_with_backward(as_view: bool, cap: int, graph: dict[str,
 
     def body(group: ProcessGroup) -> None:
         parameters = make_parameters()
-        counted = Counted(group)
+        counted = CountingGroup(group)
         reducer = Reducer(parameters, counted, bucket_cap_bytes=cap, gradient_as_bucket_view=as_view, **graph)  # type: ignore[arg-type]
         seen: list[int] = []
         parameters[0][1].register_hook(lambda _: seen.append(counted.issued))

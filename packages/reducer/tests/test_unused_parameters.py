@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from syncline.collectives import CollectiveTimeout, MisuseError, ProcessGroup, ReduceOp, Work
+from syncline.collectives import CollectiveTimeout, MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.reducer import GradBucket, Reducer
+from test_support.chosen_gradients import CountingGroup
 
 pytestmark = pytest.mark.ranks
 
@@ -44,21 +45,6 @@ def expected_gradient(world_size: int, index: int, step: int) -> torch.Tensor | 
     if not ranks:
         return None
     return torch.stack([coefficient(rank, index, step) for rank in ranks]).sum(0) / world_size
-
-
-class CountingGroup:
-    """Counts the all_reduces of a group by dtype, and is otherwise that group."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self.dtypes: list[torch.dtype] = []
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._group, name)
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False) -> Work:
-        self.dtypes.append(tensor.dtype)
-        return self._group.all_reduce(tensor, op, async_op=async_op)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
