@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from syncline.collectives.startup.launch import detect_launch
 from test_support.fixtures import preloaded, preloaded_python, pytest_collection_finish, python
@@ -32,6 +33,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("mpi") is not None:
             item.add_marker(pytest.mark.skip(reason=f"run under mpirun: {command}"))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Ranks share the cores. With one thread, the sums of a local run and of the ranks' parts differ only by rounding."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 RunJob = Callable[..., Finished]

@@ -6,7 +6,7 @@ import copy
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,21 +17,12 @@ from syncline.ddp import DistributedDataParallel
 from syncline.hooks import allreduce_hook, fp16_compress_hook, noop_hook
 from syncline.reducer import GradBucket
 from test_support.desync_programs import as_default
+from test_support.training_runs import SHARE, VIEWS, gradients, make_data, state, train
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("one_thread")]
 
-SHARE = 4
+IMAGE = (1, 4, 4)
 SMALL_CAP_MB = 512 / 1024**2  # several buckets even for a small model
-VIEWS = [pytest.param(False, id="copied"), pytest.param(True, id="as-view")]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Ranks share the cores. Then the sums of a local run and of the ranks' parts differ only by rounding."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_model(seed: int = 0) -> torch.nn.Module:
@@ -46,35 +37,8 @@ def make_model(seed: int = 0) -> torch.nn.Module:
     ).double()
 
 
-def make_data(steps: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(steps, rows, 1, 4, 4, generator=generator, dtype=torch.float64)
-    return inputs, torch.randn(steps, rows, 3, generator=generator, dtype=torch.float64)
-
-
 def rows_of(group: ProcessGroup) -> slice:
     return slice(group.rank * SHARE, (group.rank + 1) * SHARE)
-
-
-def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def state(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [tensor.detach().clone() for tensor in model.state_dict().values()]
-
-
-def train(
-    model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor
-) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    history = []
-    for step_inputs, step_targets in zip(inputs, targets, strict=True):
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(step_inputs), step_targets).backward()
-        history.append(gradients(model))
-        optimizer.step()
-    return state(model), history
 
 
 def assert_bitwise_equal_on_all_ranks(group: ProcessGroup, tensors: list[torch.Tensor]) -> None:
@@ -89,7 +53,7 @@ def assert_bitwise_equal_on_all_ranks(group: ProcessGroup, tensors: list[torch.T
 @pytest.mark.parametrize("cap_mb", [SMALL_CAP_MB, 25])
 def test_training_equals_local_training_on_the_whole_batch(mpi_group: ProcessGroup, as_view: bool, cap_mb: float) -> None:
     steps = 6
-    inputs, targets = make_data(steps, mpi_group.size * SHARE)
+    inputs, targets = make_data(steps, mpi_group.size * SHARE, IMAGE)
     # Each rank begins with other weights: only the broadcast of rank 0's state makes them equal.
     model = DistributedDataParallel(
         make_model(seed=mpi_group.rank), process_group=mpi_group, bucket_cap_mb=cap_mb, gradient_as_bucket_view=as_view
@@ -116,7 +80,7 @@ def test_other_dtypes_are_averaged_and_kept(mpi_group: ProcessGroup, dtype: torc
 
 @pytest.mark.parametrize("as_view", VIEWS)
 def test_accumulation_without_synchronisation(mpi_group: ProcessGroup, as_view: bool) -> None:
-    inputs, targets = make_data(6, mpi_group.size * SHARE)
+    inputs, targets = make_data(6, mpi_group.size * SHARE, IMAGE)
     model = DistributedDataParallel(
         make_model(), process_group=mpi_group, bucket_cap_mb=SMALL_CAP_MB, gradient_as_bucket_view=as_view
     )
@@ -157,7 +121,7 @@ def test_what_one_rank_keeps_of_large_gradients_stays(mpi_group: ProcessGroup, h
 def test_one_rank_may_copy_the_wrapped_model(mpi_group: ProcessGroup) -> None:
     """As for an average of the weights on rank 0: the copy is a usual module, and does not communicate."""
     with as_default(mpi_group):
-        inputs, targets = make_data(2, SHARE * mpi_group.size)
+        inputs, targets = make_data(2, SHARE * mpi_group.size, IMAGE)
         initial = torch.nn.Sequential(make_model(), torch.nn.Linear(3, 40_000), torch.nn.Linear(40_000, 3)).double()
         whole, _ = train(copy.deepcopy(initial), inputs, targets)
         model = DistributedDataParallel(copy.deepcopy(initial))
@@ -202,7 +166,7 @@ def test_an_unused_parameter_is_named(mpi_group: ProcessGroup) -> None:
 def test_the_allreduce_hook_is_what_happens_without_a_hook(
     mpi_group: ProcessGroup, as_view: bool, explicit_group: bool
 ) -> None:
-    inputs, targets = make_data(3, mpi_group.size * SHARE)
+    inputs, targets = make_data(3, mpi_group.size * SHARE, IMAGE)
     mine = rows_of(mpi_group)
     results = []
     for hook in (None, allreduce_hook):
@@ -219,7 +183,7 @@ def test_the_allreduce_hook_is_what_happens_without_a_hook(
 
 @pytest.mark.parametrize("as_view", VIEWS)
 def test_the_fp16_hook_averages_up_to_the_rounding_of_halves(mpi_group: ProcessGroup, as_view: bool) -> None:
-    inputs, targets = make_data(1, mpi_group.size * SHARE)
+    inputs, targets = make_data(1, mpi_group.size * SHARE, IMAGE)
     mine = rows_of(mpi_group)
     model = DistributedDataParallel(
         make_model(), process_group=mpi_group, bucket_cap_mb=SMALL_CAP_MB, gradient_as_bucket_view=as_view
@@ -236,7 +200,7 @@ def test_the_fp16_hook_averages_up_to_the_rounding_of_halves(mpi_group: ProcessG
 
 
 def test_the_noop_hook_leaves_every_rank_its_own(mpi_group: ProcessGroup) -> None:
-    inputs, targets = make_data(1, mpi_group.size * SHARE)
+    inputs, targets = make_data(1, mpi_group.size * SHARE, IMAGE)
     mine = rows_of(mpi_group)
     model = DistributedDataParallel(make_model(), process_group=mpi_group)
     model.register_comm_hook(None, noop_hook)
@@ -312,7 +276,7 @@ def test_replicas_stay_identical_when_ranks_stumble(mpi_group: ProcessGroup, as_
         if dice.random() < 0.3:
             time.sleep(dice.random() * 2e-3)
 
-    inputs, targets = make_data(steps, mpi_group.size * SHARE)
+    inputs, targets = make_data(steps, mpi_group.size * SHARE, IMAGE)
     module = copy.deepcopy(make_model()).float()
     for layer in module.children():
         layer.register_forward_hook(stumble)

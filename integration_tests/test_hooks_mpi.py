@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from syncline.collectives import ProcessGroup, exchange_objects
 from syncline.collectives.transports.threads import create_groups
 from syncline.ddp import DistributedDataParallel
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("one_thread")]
 
 STEPS = 4
 BATCH = 12  # divides over 1 to 4 ranks
@@ -64,14 +64,6 @@ OTHERS: dict[str, tuple[Any, MakeState]] = {
     "one-bit": (hooks.compression_hook, compressed(hooks.OneBit())),
     "top": (hooks.compression_hook, compressed(hooks.TopK(0.2))),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def gradients(group: ProcessGroup, hook: Any, make_state: MakeState) -> list[torch.Tensor]:

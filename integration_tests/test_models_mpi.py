@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -13,16 +11,7 @@ from syncline.ddp.testing import MODELS, check_training
 from test_support.full_run import FULL
 from test_support.random_training import draw, play
 
-pytestmark = pytest.mark.mpi
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Ranks share the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.mark.parametrize("name", MODELS)

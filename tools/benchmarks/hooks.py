@@ -25,6 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 from syncline import hooks
 from syncline.collectives import ProcessGroup
+from test_support.resnet18 import resnet18_shapes
 
 from . import picture, session
 from .contenders import NATIVE, OURS
@@ -36,29 +37,13 @@ START = 2  # steps before PowerSGD compresses; part of the warm-up
 Shapes = Sequence[tuple[int, ...]]
 
 
-def resnet18() -> Shapes:
-    """The parameters of ResNet-18 for 10 classes."""
-
-    def convolution(outputs: int, inputs: int, size: int) -> list[tuple[int, ...]]:
-        return [(outputs, inputs, size, size), (outputs,), (outputs,)]
-
-    shapes, inputs = convolution(64, 3, 3), 64
-    for outputs in (64, 128, 256, 512):
-        for _ in range(2):
-            shapes += convolution(outputs, inputs, 3) + convolution(outputs, outputs, 3)
-            if inputs != outputs:
-                shapes += convolution(outputs, inputs, 1)
-            inputs = outputs
-    return [*shapes, (10, 512), (10,)]
-
-
 def mlp() -> Shapes:
     """Six layers of 1024: six matrices of one shape."""
     return [(1024, 1024), (1024,)] * 6
 
 
 QUICK: Shapes = [(16, 16), (16,)] * 2
-MODELS: dict[str, tuple[str, Shapes]] = {"resnet": ("ResNet-18", resnet18()), "mlp": ("MLP 6 x 1024", mlp())}
+MODELS: dict[str, tuple[str, Shapes]] = {"resnet": ("ResNet-18", resnet18_shapes()), "mlp": ("MLP 6 x 1024", mlp())}
 
 
 class Gradients(torch.nn.Module):

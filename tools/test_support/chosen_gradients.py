@@ -91,7 +91,7 @@ def train(
         set_to_none(parameters)
         if before is not None:
             before(step)
-        forward(reducer, parameters, group, step, arrival).backward()
+        forward(reducer, parameters, group, step, arrival).backward()  # type: ignore[no-untyped-call]
         for index, (_, parameter) in enumerate(parameters):
             assert parameter.grad is not None
             assert parameter.grad.tolist() == average(group.size, index, step), (step, index)

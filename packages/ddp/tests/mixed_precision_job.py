@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from native_ddp_job import Gradients, Recurrent
+from native_ddp_job import Gradients, Recurrent, difference
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
@@ -106,19 +106,6 @@ def train(model: torch.nn.Module, rank: int) -> Iterator[tuple[Gradients, Gradie
         if step > 0:
             optimizer.step()
             yield found, {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def difference(native: Gradients, ours: Gradients, where: str) -> float:
-    assert native.keys() == ours.keys(), where
-    largest = 0.0
-    for name, expected in native.items():
-        found = ours[name]
-        assert (found is None) == (expected is None), f"{where}: {name} is {found}, natively {expected}"
-        if expected is not None and found is not None:
-            assert found.dtype == expected.dtype, f"{where}: {name}"
-            scale = float(expected.abs().max()) or 1.0
-            largest = max(largest, float((found - expected).abs().max()) / scale)
-    return largest
 
 
 def compare(case: str, rank: int) -> dict[str, float]:

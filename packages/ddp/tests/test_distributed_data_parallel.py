@@ -24,13 +24,12 @@ from syncline.collectives import (
 from syncline.collectives.testing import run_ranks
 from syncline.ddp import DistributedDataParallel
 from syncline.reducer import GradBucket
+from test_support.training_runs import SHARE, VIEWS, gradients, loss_of, make_data, state, train
 
 pytestmark = pytest.mark.ranks
 
 WORLD_SIZES = [1, 2, 3, 4]
-VIEWS = [pytest.param(False, id="copied"), pytest.param(True, id="as-view")]
 SMALL_CAP_MB = 256 / 1024**2  # several buckets even for these models
-SHARE = 4
 
 # Models are built on the main thread, because all ranks share torch's random numbers, and copied for each rank.
 
@@ -78,38 +77,6 @@ MODELS: dict[str, tuple[Callable[[int], torch.nn.Module], tuple[int, ...]]] = {
     "cnn": (cnn, (1, 3, 2)),
     "attention": (attention, (5,)),
 }
-
-
-def make_data(steps: int, rows: int, shape: tuple[int, ...] = (5,)) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(steps, rows, *shape, generator=generator, dtype=torch.float64)
-    return inputs, torch.randn(steps, rows, 3, generator=generator, dtype=torch.float64)
-
-
-def loss_of(model: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.mse_loss(model(inputs), targets)
-
-
-def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def state(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [tensor.detach().clone() for tensor in model.state_dict().values()]
-
-
-def train(
-    model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor
-) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
-    """The trained state, and the gradients of every step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    history = []
-    for step_inputs, step_targets in zip(inputs, targets, strict=True):
-        optimizer.zero_grad()
-        loss_of(model, step_inputs, step_targets).backward()
-        history.append(gradients(model))
-        optimizer.step()
-    return state(model), history
 
 
 def rows_of(rank: int) -> slice:

@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from syncline.collectives import ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.ddp import DistributedDataParallel, MixedPrecision
+from test_support.training_runs import SHARE, loss_of, make_data
 
 pytestmark = pytest.mark.ranks
 
-SHARE = 4
 SMALL_CAP_MB = 128 / 1024**2  # several buckets even for this model
 # The ranks are threads here, and such a torch mixes up the records that it keeps of what each thread compiles.
 COMPILES_ON_ONE_THREAD = "2.8" <= TorchVersion(torch.__version__) < "2.11"
@@ -48,16 +48,6 @@ def skip_where_threads_cannot_compile(backend: str) -> None:
 def make_network() -> Network:
     torch.manual_seed(0)
     return Network().double()
-
-
-def make_data(steps: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(steps, rows, 5, generator=generator, dtype=torch.float64)
-    return inputs, torch.randn(steps, rows, 3, generator=generator, dtype=torch.float64)
-
-
-def loss_of(model: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.mse_loss(model(inputs), targets)
 
 
 def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
