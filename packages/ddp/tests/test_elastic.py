@@ -29,6 +29,7 @@ from syncline.collectives.testing.ranks import run_ranks
 from syncline.collectives.transports.threads import InProcessGroup, create_groups
 from syncline.ddp import DistributedDataParallel, Elastic, ElasticSampler
 from syncline.ddp.elastic_sampler import batch_bounds, share_bounds
+from test_support.waiting import wait_until
 
 # ---- the sampler ----
 
@@ -174,13 +175,6 @@ class Training:
 
 # The sum over the batches of their means, with a minus: each sample counts one twelfth, exactly once.
 FINAL_WEIGHT = -sum(range(12 * STEPS)) / 12
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
 
 
 class Lost(BaseException):
@@ -496,7 +490,7 @@ def test_a_newcomer_gets_the_gradients_that_steps_accumulate() -> None:
     def rank_body(number: int) -> float:
         def at(step: int, group: ProcessGroup) -> None:
             if number == 0 and step == 0:
-                until(lambda: group.newcomers() == 1)
+                wait_until(lambda: group.newcomers() == 1)
 
         return accumulate(present[number], at, every=3)
 
@@ -583,7 +577,7 @@ def test_a_newcomer_moves_what_has_a_gradient_of_zeros() -> None:
         def at(step: int, group: ProcessGroup) -> None:
             if number == 0 and step == 3:
                 is_time.set()
-                until(lambda: group.newcomers() == 1)
+                wait_until(lambda: group.newcomers() == 1)
 
         if number < 2:
             return clear_to_zeros(groups[number], at)
@@ -709,7 +703,7 @@ def test_a_newcomer_gets_what_is_stateful_and_one_for_whom_there_is_no_sample_wa
             return "waited"
         for batch in elastic.batches(DataLoader(torch.arange(24.0).view(-1, 1), batch_sampler=sampler)):
             if number == 0 and elastic.applied_steps == 0:
-                until(lambda: model.join_process_group.newcomers() == 2)
+                wait_until(lambda: model.join_process_group.newcomers() == 2)
             with elastic.step():
                 optimizer.zero_grad()
                 (model(batch).mean() * sampler.weight).backward()
@@ -739,7 +733,7 @@ def test_a_newcomer_alone_without_the_state_ends_without_further_recoveries() ->
     newcomer = member.newcomer()
 
     def let_in_and_end() -> None:
-        until(lambda: member.newcomers() == 1)
+        wait_until(lambda: member.newcomers() == 1)
         admitted = member.admit(silence_timeout_s=60)
         assert isinstance(admitted, InProcessGroup)
         admitted.lose()
@@ -777,7 +771,7 @@ def test_a_newcomer_with_another_script_is_refused_and_the_others_go_on(theirs: 
 
         def at(moment: str, step: int) -> None:
             if rank == 0 and (moment, step) == ("forward", 0):
-                until(lambda: groups[0].newcomers() == 1)
+                wait_until(lambda: groups[0].newcomers() == 1)
 
         return training.run(at), training.elastic.lost_ranks, training.model.join_process_group.size
 
@@ -932,7 +926,7 @@ def test_buffers_that_a_forward_fills_or_drops_survive_a_loss_and_reach_a_newcom
         elastic = Elastic(model, optimizer, sampler, silence_timeout_s=20, give_up_s=60, admit_every=2)
         for _ in elastic.batches(DataLoader(torch.arange(24.0).view(-1, 1), batch_sampler=sampler)):
             if rank == 0 and loses and elastic.applied_steps == 1:
-                until(lambda: groups[0].newcomers() == 1)
+                wait_until(lambda: groups[0].newcomers() == 1)
             with elastic.step():
                 optimizer.zero_grad()
                 loss = model(torch.full((4, 1), float(sampler.applied))).mean() / model.join_process_group.size
@@ -976,7 +970,7 @@ def test_a_newcomer_has_the_modes_that_the_others_have_set_during_the_training(t
                 halved.eval()
                 model.training = False
                 if number == 0:
-                    until(lambda: groups[0].newcomers() == 1)
+                    wait_until(lambda: groups[0].newcomers() == 1)
             with elastic.step():
                 optimizer.zero_grad()
                 (model(batch).mean() * sampler.weight).backward()
@@ -1001,7 +995,7 @@ def test_what_stands_behind_a_step_in_the_loop_runs_before_a_newcomer_comes_in()
     def rank_body(number: int) -> list[int]:
         training, sizes = Training(present[number], admit_every=1), []
         if number == 0:
-            until(lambda: groups[0].newcomers() == 1)
+            wait_until(lambda: groups[0].newcomers() == 1)
         for (samples,) in training.elastic.batches(training.loader):
             with training.elastic.step():
                 training.optimizer.zero_grad()
@@ -1025,7 +1019,7 @@ def test_a_rank_that_is_busy_behind_a_step_is_not_given_up_when_a_newcomer_comes
         training = Training(present[number], admit_every=1)
         training.elastic._silence_timeout_s = 0.2
         if number == 0:
-            until(lambda: groups[0].newcomers() == 1)
+            wait_until(lambda: groups[0].newcomers() == 1)
 
         def at(moment: str, step: int) -> None:
             if number == 0 and (moment, step) == ("between", 0):
@@ -1060,7 +1054,7 @@ def test_a_limit_that_is_exceeded_while_a_newcomer_comes_ends_with_the_ranks_tha
     def rank_body(number: int) -> object:
         def at(moment: str, step: int) -> None:
             if (moment, step) == ("forward", 0):
-                until(lambda: groups[0].newcomers() == 1)
+                wait_until(lambda: groups[0].newcomers() == 1)
             if number == 2 and (moment, step) == ("between", 0):
                 groups[2].lose()
                 raise Lost

@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,13 +14,7 @@ import pytest
 from syncline.collectives import RankLostError, TransportError
 from syncline.collectives.health import liveness as module
 from syncline.collectives.health.liveness import Liveness, ProcessIdentity, ProcessState, own_identity
-
-
-def until(is_true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20.0
-    while not is_true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+from test_support.waiting import wait_until
 
 
 def own() -> ProcessIdentity:
@@ -62,11 +54,11 @@ def test_a_process_is_seen_to_stop_and_to_end(monkeypatch: pytest.MonkeyPatch) -
     try:
         assert (other.state(), liveness.lost(), liveness.stopped()) == (ProcessState.RUNNING, (), ())
         process.send_signal(signal.SIGSTOP)
-        until(lambda: liveness.stopped() == (1,))
+        wait_until(lambda: liveness.stopped() == (1,))
         assert liveness.lost() == ()
     finally:
         process.kill()
-    until(lambda: liveness.lost() == (1,))  # also before anybody has waited for it
+    wait_until(lambda: liveness.lost() == (1,))  # also before anybody has waited for it
     process.wait()
     assert liveness.lost() == (1,)
 

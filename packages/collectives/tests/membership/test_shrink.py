@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +34,7 @@ from syncline.collectives.testing.processes import run_processes
 from syncline.collectives.transports.gloo import GlooBackend
 from syncline.collectives.transports.gloo_reconnector import store_lack
 from syncline.collectives.transports.threads import InProcessGroup, InProcessTransport, create_groups
+from test_support.waiting import wait_until
 
 JOB = Path(__file__).with_name("shrinking_job.py")
 
@@ -278,7 +278,7 @@ def test_a_newcomer_keeps_its_own_time_limit() -> None:
 
     def body(number: int) -> float:
         if number == 0:
-            until(lambda: groups[0].newcomers() == 1)
+            wait_until(lambda: groups[0].newcomers() == 1)
         return (groups[0], newcomer)[number].admit().timeout_s
 
     assert in_threads(2, body) == [30, 8]
@@ -308,7 +308,7 @@ def test_the_new_group_warns_of_stalls(call: str, monkeypatch: pytest.MonkeyPatc
         groups[rank].warn_of_stalls(0.3)
         group = getattr(groups[rank], call)()
         if rank == 1:
-            until(lambda: "a call has run for 0.3 s and more: rank 0 in all_reduce" in caplog.text)
+            wait_until(lambda: "a call has run for 0.3 s and more: rank 0 in all_reduce" in caplog.text)
         total(group)
         group.close()
 
@@ -343,13 +343,6 @@ def met_and_summed(group: ProcessGroup) -> tuple[tuple[int, ...], int, float]:
     return group.members, group.rank, tensor.item()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
-
-
 def test_newcomers_are_let_in_behind_the_members() -> None:
     groups = create_groups(2)
     newcomers = [groups[0].newcomer(), groups[1].newcomer()]
@@ -358,7 +351,7 @@ def test_newcomers_are_let_in_behind_the_members() -> None:
 
     def play(number: int) -> object:
         if number < 2:
-            until(lambda: groups[number].newcomers() == 2)
+            wait_until(lambda: groups[number].newcomers() == 2)
             return met_and_summed(groups[number].admit())
         return met_and_summed(newcomers[number - 2].admit())
 
@@ -372,7 +365,7 @@ def test_no_more_newcomers_than_the_limit_are_let_in_and_the_others_wait_on() ->
 
     def play(number: int) -> object:
         if number == 0:
-            until(lambda: groups[0].newcomers() == 2)
+            wait_until(lambda: groups[0].newcomers() == 2)
             one_more = groups[0].admit(limit=1)
             waiting = one_more.newcomers()
             return one_more.members, waiting, one_more.admit().members
@@ -394,11 +387,11 @@ def test_the_limit_counts_the_newcomers_of_all_rounds(monkeypatch: pytest.Monkey
 
     def play(number: int) -> object:
         if number == 6:
-            until(lambda: store.check(["generation0/members"]))
+            wait_until(lambda: store.check(["generation0/members"]))
             store.set(f"ended/{dead}", b"")
             return None
         if number < 2:
-            until(lambda: groups[number].newcomers() == 5)
+            wait_until(lambda: groups[number].newcomers() == 5)
             return groups[number].admit(silence_timeout_s=20, limit=2).members
         try:
             return newcomers[number - 1].admit(silence_timeout_s=5).members
@@ -455,10 +448,10 @@ def test_members_that_shrink_agree_with_those_that_admit() -> None:
             return None
         if number == 3:
             return met_and_summed(newcomer.admit())
-        until(lambda: groups[number].newcomers() == 1)
+        wait_until(lambda: groups[number].newcomers() == 1)
         met = groups[number].admit() if number == 0 else groups[number].shrink()
         if met.size == 2:  # the proposal of who shrinks was first
-            until(lambda: met.newcomers() == 1)
+            wait_until(lambda: met.newcomers() == 1)
             met = met.admit()
         return met_and_summed(met)
 
@@ -511,7 +504,7 @@ def test_a_newcomer_needs_no_interface_although_the_job_has_chosen_one() -> None
 
     def play(number: int) -> object:
         if number == 0:
-            until(lambda: made.newcomers() == 1)
+            wait_until(lambda: made.newcomers() == 1)
         return met_and_summed((made, newcomer)[number].admit())
 
     assert in_threads(2, play) == [((0, 1), rank, 1.0) for rank in range(2)]

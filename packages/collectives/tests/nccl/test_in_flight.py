@@ -6,7 +6,6 @@ import gc
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,7 +17,6 @@ import torch.distributed as dist
 
 from syncline.collectives import CollectiveTimeout, TransportError
 from syncline.collectives.engine.call import DONE, FAILED, Call, Signature
-from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.device import Event
 from syncline.collectives.health.monitor import call_now_and_then
 from syncline.collectives.transports.nccl.connections import Connector
@@ -29,6 +27,7 @@ from test_support.fake_device import CPU, FakeDevice, FakeEvent, FakeStream
 from test_support.fake_nccl import FakeNccl
 from test_support.fake_nccl_group import NcclGroupOnFakes
 from test_support.jobs import LIMIT_S
+from test_support.waiting import wait_until
 
 PATIENCE_S = 10.0
 
@@ -94,14 +93,6 @@ def test_the_order_of_a_failure() -> None:
     assert not in_flight.drain(0.1)
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    """Wait for another thread."""
-    scope = CancelScope(PATIENCE_S)
-    while not is_so():
-        scope.check()
-        time.sleep(0.002)
-
-
 def test_tensors_are_held_until_the_kernels_are_gone() -> None:
     """NCCL may write to them until it has aborted. The record, which keeps the call, does not hold them."""
     let_go, aborting, in_flight = threading.Event(), threading.Event(), watched()
@@ -113,7 +104,7 @@ def test_tensors_are_held_until_the_kernels_are_gone() -> None:
     assert aborting.wait(PATIENCE_S)
     assert gone() is not None
     let_go.set()
-    until(lambda: gone() is None)
+    wait_until(lambda: gone() is None)
 
 
 def break_time_limit(running: Running, communicator: Communicator) -> None:
@@ -190,7 +181,7 @@ def test_what_is_over_is_released_without_anybody_asking() -> None:
     gc.collect()
     assert gone() is not None
     event.come(None)
-    until(lambda: gone() is None and forgotten() is None)
+    wait_until(lambda: gone() is None and forgotten() is None)
     assert call.state == DONE
 
 
@@ -226,9 +217,9 @@ def test_a_call_holds_its_tensors(how: str) -> None:
             assert gone[0]() is None
             assert gone[1]() is work.result()[0]
         AtOnce.events[-1].come(None)
-    until(lambda: gone[0]() is None)
+    wait_until(lambda: gone[0]() is None)
     del work
-    until(lambda: gone[1]() is None)
+    wait_until(lambda: gone[1]() is None)
     group.close()
 
 
@@ -277,7 +268,7 @@ def test_a_store_that_does_not_answer_does_not_keep_a_time_limit_from_ending() -
     late = Running("late", timeout_s=0.5)
     in_flight.watch(late.launch)
     assert asked.wait(PATIENCE_S)
-    until(lambda: in_flight.failure is not None)
+    wait_until(lambda: in_flight.failure is not None)
     assert not let_go.is_set()
     let_go.set()
 
@@ -360,7 +351,7 @@ def test_threads_of_the_group_choose_its_gpu() -> None:
     in_flight, aborted, running = watched(context), threading.Event(), Running("a")
     in_flight.attach(Communicator(aborted.set))  # type: ignore[arg-type]
     in_flight.watch(running.launch)
-    until(lambda: entered == {"syncline-look"})
+    wait_until(lambda: entered == {"syncline-look"})
     in_flight.fail(TransportError("over"))
     assert aborted.wait(PATIENCE_S)
     assert entered == {"syncline-look", "syncline-nccl-abort"}
