@@ -15,7 +15,7 @@ from syncline.collectives.engine.call import Call, Signature
 from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.health import agreement
-from syncline.collectives.health.agreement import Agreement, MessageCarrier
+from syncline.collectives.health.agreement import Agreement, Comparison, MessageCarrier
 from syncline.collectives.health.recorder import MOST_CALLS, Recorder
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import InProcessTransport, SharedState
@@ -157,6 +157,21 @@ def history_of(calls: Sequence[int]) -> tuple[int, int]:
     for call in calls:
         kept.add(call)
     return kept.history
+
+
+@pytest.mark.parametrize(
+    ("size", "check_calls", "transport_compares", "expected"),
+    [
+        (1, False, False, Comparison.NONE),
+        (1, True, True, Comparison.NONE),
+        (2, False, False, Comparison.LATER),
+        (2, False, True, Comparison.BY_TRANSPORT),
+        (2, True, False, Comparison.BEFORE),
+        (2, True, True, Comparison.BEFORE),
+    ],
+)
+def test_who_compares(size: int, check_calls: bool, transport_compares: bool, expected: Comparison) -> None:
+    assert Comparison.of(size, check_calls=check_calls, transport_compares=transport_compares) is expected
 
 
 def test_equal_histories_have_equal_digests() -> None:

@@ -23,7 +23,7 @@ from ..errors import (
 )
 from ..forks import Inherited, not_the_rank, tell_in_forks
 from ..group import ProcessGroup
-from ..health.agreement import Agreement, Carrier
+from ..health.agreement import Agreement, Carrier, Comparison
 from ..health.liveness import Liveness, note_run
 from ..health.recorder import CallCount, Recorder
 from ..health.report import Reporter, report_on_signal
@@ -48,7 +48,8 @@ class EngineGroup(ProcessGroup, Inherited):
 
     Args:
         carrier: exchanges numbers and texts between the ranks.
-        compares_later: whether the ranks compare all their calls now and then. False if each call is compared before it runs.
+        check_calls: whether the ranks compare each call, with its shapes, before the call runs.
+        transport_compares: whether the transport compares every call. See Note [Comparison of calls] in `health.agreement`.
         count: counts the calls that have begun. None: make a new counter.
         liveness: finds out which ranks are lost; None if the group cannot find this out.
     """
@@ -62,7 +63,8 @@ class EngineGroup(ProcessGroup, Inherited):
         name: str,
         timeout_s: float,
         ranks: Sequence[int] | None = None,
-        compares_later: bool = True,
+        check_calls: bool = False,
+        transport_compares: bool = False,
         count: CallCount | None = None,
         liveness: Liveness | None = None,
     ) -> None:
@@ -85,7 +87,8 @@ class EngineGroup(ProcessGroup, Inherited):
         self.recorder = Recorder(name, rank, self.ranks, count)
         self._carrier = carrier
         self._agreement = None if size == 1 else Agreement(carrier, rank, self.recorder)
-        self._compares_later = compares_later and size > 1
+        self._check_calls = check_calls  # for groups made from this group
+        self._comparison = Comparison.of(size, check_calls=check_calls, transport_compares=transport_compares)
         tell_in_forks(self)
 
     @property
@@ -172,7 +175,7 @@ class EngineGroup(ProcessGroup, Inherited):
         return self._agreement
 
     def _check_same_call(self, call: Call, scope: CancelScope) -> None:
-        """Compare a call, with its shapes, before it runs: see the option `check_calls`. All ranks call this method.
+        """Compare a call, with its shapes, before it runs: see `Comparison.BEFORE`. All ranks call this method.
 
         Raises:
             DisagreementError: the ranks call different collectives. All ranks raise this error.
@@ -239,7 +242,8 @@ class EngineGroup(ProcessGroup, Inherited):
 
         All ranks call this method. The ranks wait for one another in two cases:
 
-        - If the ranks did not compare each call before it ran, they compare all calls now, in at most 60 seconds (5 with NCCL).
+        - If the ranks compare their calls later (`Comparison.LATER`), they compare all calls now, in at most 60 seconds (5 with
+          NCCL).
         - If the ranks must close the library's objects together, as with MPI, they wait at most 5 seconds.
 
         If a rank does not come in time, this method raises no error, but communicators of MPI stay open until the process ends.

@@ -17,7 +17,7 @@ from typing_extensions import override
 from ..errors import CollectiveTimeout, DisagreementError, GroupClosedError, SynclineError, TransportError
 from ..forks import not_the_rank
 from ..group import ProcessGroup
-from ..health.agreement import MessageCarrier, different_splits
+from ..health.agreement import Comparison, MessageCarrier, different_splits
 from ..health.leaving import GroupLeavers
 from ..health.liveness import Liveness
 from ..health.monitor import call_now_and_then, watch
@@ -68,8 +68,8 @@ class HostGroup(EngineGroup):
 
     [1] `_issue` makes the `Call`. With `async_op=False` and no call in flight, the call runs on the caller's thread. Otherwise
         the call is queued.
-    [2] `_run` sets the call's time limit, and adds the call to the history that the ranks compare. If the transport compares
-        each call itself (`Transport.compares_every_call`), as MPI does on one node, there is no history.
+    [2] `_run` sets the call's time limit, and adds the call to the history that the ranks compare, or compares the call now.
+        Note [Comparison of calls] in `health.agreement` says who compares which calls.
     [3] `_move` finds the plan of the call's signature, or asks the transport for a new plan. The plan moves the data.
     [4] An error in [2] or [3] is the group's first failure. Afterwards every call fails with an error that shows the first
         failure.
@@ -107,7 +107,8 @@ class HostGroup(EngineGroup):
             name=name,
             timeout_s=timeout_s,
             ranks=ranks,
-            compares_later=not (check_calls or transport.compares_every_call),
+            check_calls=check_calls,
+            transport_compares=transport.compares_every_call,
             count=None if leavers is None else leavers.count,
             liveness=liveness,
         )
@@ -120,7 +121,6 @@ class HostGroup(EngineGroup):
         self._first_failure: BaseException | None = None
         self._was_seen = False  # whether the program has seen the first failure; if not, `close` raises it
         self._running: Call | None = None
-        self._checks_calls = check_calls and size > 1
         self._stall_warning_s = 0.0
         self._stall_watch: StallWatch | None = None
         # Whether this rank may close the library's objects: true if no other rank uses them any more.
@@ -276,14 +276,13 @@ class HostGroup(EngineGroup):
             self._running = call.scope.ask = None
             call.is_over(FAILED)
             raise self._words.not_started(call, self._first_failure)
-        # A call without a number may run on some ranks only, so it is not part of the history. If the transport compares each
-        # call itself, as MPI does on one node, there is no history.
-        compares = self._compares_later and call.number is not None
+        # A call without a number may run on some ranks only, so the group does not compare the call.
+        comparison = Comparison.NONE if call.number is None else self._comparison
         try:
             self.recorder.begin(call)
-            if compares:
+            if comparison is Comparison.LATER:
                 self._agreed.add(call.digest())
-            elif self._checks_calls and call.number is not None:
+            elif comparison is Comparison.BEFORE:
                 self._check_same_call(call, call.scope)
             # Usually the tensors are on the host and need no context. These tests cost less than entering contexts.
             if order is None and not is_tracked(call.reads) and not is_tracked(call.writes):
@@ -291,7 +290,7 @@ class HostGroup(EngineGroup):
             else:
                 with nullcontext() if order is None else order.entered(), untracked():
                     body(call)
-            if compares and self._agreed.is_due:
+            if comparison is Comparison.LATER and self._agreed.is_due:
                 self._agreed.same_history(call.scope)
             call.is_over(DONE)
         except BaseException as error:  # noqa: BLE001 - raised again
@@ -334,8 +333,7 @@ class HostGroup(EngineGroup):
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
-        # A group of one has nobody to compare with. Every other group without a history compares each call before it runs.
-        if not self._compares_later:
+        if self._comparison is not Comparison.LATER:
             return None
         # This call is not in the history, but all ranks issue it. So count it: if the program attaches a callback to an earlier
         # call after this call, the callback is late.
@@ -346,7 +344,7 @@ class HostGroup(EngineGroup):
 
     def _meet(self, call: Call) -> None:
         self._transport.barrier(call)
-        if self._compares_later:
+        if self._comparison is Comparison.LATER:
             self._agreed.same_history(call.scope)
 
     # ---- memory ----
@@ -476,7 +474,7 @@ class HostGroup(EngineGroup):
             timeout_s=timeout_s,
             ranks=[self.ranks[member] for member in members],
             device=self._device,
-            check_calls=self._checks_calls,
+            check_calls=self._check_calls,
             leavers=None if self._leavers is None else self._leavers.part(name, members),
             liveness=None if liveness is None else liveness.part(members, rank, transport.lost_ranks),
         )
@@ -498,7 +496,7 @@ class HostGroup(EngineGroup):
 
     @override
     def _meet_before_close(self) -> None:
-        if self.size > 1 and (self._compares_later or self._transport.closes_together):
+        if self.size > 1 and (self._comparison is Comparison.LATER or self._transport.closes_together):
             try:
                 self._start(Signature("close"), (), (), self._meet_at_close, is_numbered=False)
             except BaseException as error:
@@ -515,10 +513,10 @@ class HostGroup(EngineGroup):
 
         If a rank does not close the group in time, this method raises no error.
         """
-        longest_s = _CLOSE_S if self._compares_later else _FREE_S
-        scope = call.scope.within(longest_s, self._why_sender_will_not_send)
+        is_compared_now = self._comparison is Comparison.LATER
+        scope = call.scope.within(_CLOSE_S if is_compared_now else _FREE_S, self._why_sender_will_not_send)
         try:
-            if self._compares_later:
+            if is_compared_now:
                 self._agreed.same_history(scope, closes=True)
             else:
                 self._check_same_call(call, scope)

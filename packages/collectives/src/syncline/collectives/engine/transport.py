@@ -111,7 +111,8 @@ class Transport(ABC):
         """Whether this transport compares the ranks' calls before each call runs. The value is the same on all ranks.
 
         If False, `HostGroup` compares the calls: before each call if the group has `check_calls`, and otherwise later.
-        Without `check_calls` a call may therefore run although the ranks disagree.
+        Without `check_calls` a call may therefore run although the ranks disagree. See Note [Comparison of calls] in
+        `health.agreement`.
         """
         return False
 

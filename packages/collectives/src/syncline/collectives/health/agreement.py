@@ -1,18 +1,26 @@
 """`Agreement` checks that all ranks of a group make the same calls, because different calls may succeed with wrong results.
 
-The ranks compare their calls before each call (`Agreement.same`, with the option `check_calls`), or now and then
-(`Agreement.same_history`). Over shared memory the transport itself compares each call, at no cost
-(`transports.mpi.node.shared_sync`).
-
 Note [Comparison of calls]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-If the ranks do not compare each call before it runs, each rank keeps a digest of all its calls in their order. The ranks
-compare their digests and their numbers of calls at these times:
+`Comparison` says who compares the calls of a group, and `Comparison.of` decides it::
+
+    comparison     who compares, when                               cost
+    NONE           nobody: the group has one rank                   nothing
+    BY_TRANSPORT   the transport, before each call runs             nothing in shared memory, where the ranks meet anyway
+    BEFORE         the group, before each call (`Agreement.same`)   one `Carrier.maximum` of 16 bytes for each call
+    LATER          the group, now and then                          a digest for each call; one `Carrier.maximum` of 48 bytes
+                   (`Agreement.same_history`)                       for each comparison
+
+With `LATER`, each rank keeps a digest of all its calls in their order. The ranks compare their digests and their numbers of
+calls at these times:
 
 - at a barrier,
 - when the group is closed,
 - after every 1000 calls,
-- at the end of each backward in which a reducer sums gradients.
+- at the end of each backward in which a reducer sums gradients; see Note [Comparison over NCCL] in `transports.nccl.group`.
+
+Over MPI on several nodes, the transport also compares each call of 32 KiB or more before it runs: see Note [Presync] in
+`transports.mpi.transport`.
 
 `Signature.digest` says what the digest covers. Sends and receives are left out: for them, the transport compares the sizes of
 the tensors.
@@ -20,6 +28,7 @@ the tensors.
 
 from __future__ import annotations
 
+import enum
 import json
 import time
 from abc import ABC, abstractmethod
@@ -48,6 +57,31 @@ _MOST_BYTES = 8192
 # The multiplier is odd, and has the well mixed bits of the golden ratio. The mask keeps results small enough to be sent.
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK = (1 << 62) - 1
+
+
+class Comparison(enum.Enum):
+    """Who compares the calls of a group's ranks, and when. See Note [Comparison of calls]."""
+
+    NONE = enum.auto()
+    BY_TRANSPORT = enum.auto()
+    BEFORE = enum.auto()
+    LATER = enum.auto()
+
+    @classmethod
+    def of(cls, size: int, *, check_calls: bool, transport_compares: bool) -> Comparison:
+        """Return the comparison for a group of `size` ranks. All ranks get the same result. A pure function.
+
+        Args:
+            size: the number of ranks.
+            check_calls: the option of the group.
+            transport_compares: whether the transport compares every call; see `Transport.compares_every_call`.
+        """
+        if size == 1:
+            return cls.NONE
+        # The option comes first: the group also compares the shapes, and a transport may compare only the digests.
+        if check_calls:
+            return cls.BEFORE
+        return cls.BY_TRANSPORT if transport_compares else cls.LATER
 
 
 class Carrier(ABC):

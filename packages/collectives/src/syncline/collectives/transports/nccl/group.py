@@ -30,7 +30,7 @@ from ...errors import (
     with_details,
 )
 from ...group import ProcessGroup
-from ...health.agreement import History
+from ...health.agreement import Comparison, History
 from ...health.monitor import call_now_and_then
 from ...tensors.layout import is_tracked, untracked
 from ...work import FinishedWork, PendingWork, Work
@@ -95,18 +95,18 @@ class NcclGroup(EngineGroup):
     Note [Comparison over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~
     NCCL does not compare calls: if ranks make different calls, they get wrong sums or wait for ever. So a thread of the group
-    compares the histories of the ranks (see Note [Comparison of calls] in `health.agreement`) by messages on the host. A
-    training step does not wait for the comparison. If a comparison finds a difference, the group ends, and the next call on
-    the group raises the error.
+    compares the histories of the ranks (`Comparison.LATER` in `health.agreement`) by messages on the host. A training step does
+    not wait for the comparison. If a comparison finds a difference, the group ends, and the next call on the group raises the
+    error.
 
     A barrier with `async_op=False` waits for a comparison, and raises the comparison's error even if NCCL never ends the
     barrier. `close` also waits for a comparison, for at most `_CLOSE_S` seconds. A group of N ranks compares after every n-th
     backward, where n is N / `_COMPARED_EACH_TIME`, rounded up.
 
-    If `check_calls` is True, the ranks instead compare each collective before they issue it. The CPU waits for this comparison
-    during the call's turn. So all ranks must then issue the calls of all groups in one order. A send or receive of another
-    thread waits until the comparison is over. If the ranks met in a store, a failure of another rank ends the wait within a
-    second. If the ranks met in a host group, only the time limit or a lost rank ends the wait.
+    If `check_calls` is True (`Comparison.BEFORE`), the ranks instead compare each collective before they issue it. The CPU
+    waits for this comparison during the call's turn. So all ranks must then issue the calls of all groups in one order. A send
+    or receive of another thread waits until the comparison is over. If the ranks met in a store, a failure of another rank ends
+    the wait within a second. If the ranks met in a host group, only the time limit or a lost rank ends the wait.
 
     Calls in a CUDA graph are compared at the capture, and not at a replay.
 
@@ -137,9 +137,8 @@ class NcclGroup(EngineGroup):
             name=connector.name,
             timeout_s=timeout_s,
             ranks=ranks,
-            compares_later=not check_calls,
+            check_calls=check_calls,
         )
-        self._checks_calls = check_calls  # also in a group of one, to which newcomers may be added
         self._connector = connector
         self._runtime = connector.runtime
         self._reproducible = reproducible
@@ -239,7 +238,7 @@ class NcclGroup(EngineGroup):
         Return the work, and whether the call is on the stream.
         """
         self._check_usable(call.signature)
-        if not self._checks_calls or self.size == 1:
+        if self._comparison is not Comparison.BEFORE:
             return self._put(call, device, async_op)
         # Record the call before the comparison, so that reports show in which call the ranks differ or wait.
         self._take_number(call)
@@ -316,7 +315,7 @@ class NcclGroup(EngineGroup):
         if call.state == QUEUED:
             self.recorder.begin(call)
         # A transfer between two ranks has no number, and no place in the order.
-        if self._compares_later and call.number is not None:
+        if self._comparison is Comparison.LATER and call.number is not None:
             self._agreed.add(call.digest())
             if self._agreed.is_due:
                 self._compare()
@@ -488,7 +487,7 @@ class NcclGroup(EngineGroup):
             ranks=[self.ranks[member] for member in members],
             of_all_ranks=of_all_ranks,
             reproducible=self._reproducible,
-            check_calls=self._checks_calls,
+            check_calls=self._check_calls,
             owns_rendezvous=False,
         )
         made.recorder.members = tuple(self.recorder.members[member] for member in members)
@@ -529,7 +528,7 @@ class NcclGroup(EngineGroup):
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
         """See `ProcessGroup.agree_on_calls`. If `async_op` is True, return None at once: another thread compares the calls."""
         # A closed group refuses this call. If the group has failed, the wait below or the next call raises the failure.
-        if self._compares_later and self._closed:
+        if self._comparison is Comparison.LATER and self._closed:
             raise self._refusal(Signature("agree_on_calls"))
         if async_op:
             self._compare_now_and_then()
@@ -558,7 +557,7 @@ class NcclGroup(EngineGroup):
 
     def _compare(self) -> PendingWork | FinishedWork:
         """Start to compare the calls, on a separate thread. The caller must have its turn in the group's queue."""
-        if not self._compares_later:
+        if self._comparison is not Comparison.LATER:
             return FinishedWork([])
         work = PendingWork([], lambda: f"the comparison of calls on {self.place()}")
         until, timeout_s = self._agreed.history, self.timeout_s
@@ -624,7 +623,7 @@ class NcclGroup(EngineGroup):
         before = self._connector
         rendezvous = GroupRendezvous(host, owned=before.rendezvous.owns_group)
         connector = Connector(before.nccl, before.runtime, rendezvous, range(host.size), host.rank, self.name)
-        made = type(self)(connector, timeout_s=self.timeout_s, reproducible=self._reproducible, check_calls=self._checks_calls)
+        made = type(self)(connector, timeout_s=self.timeout_s, reproducible=self._reproducible, check_calls=self._check_calls)
         self._is_replaced = True
         made.recorder.members = host.members
         made.report_to(self._reporter)
@@ -649,7 +648,7 @@ class NcclGroup(EngineGroup):
     @override
     def _meet_before_close(self) -> None:
         # A group that was never used closes without waiting for the other ranks.
-        if self._compares_later and self._agreed.history.calls:
+        if self._comparison is Comparison.LATER and self._agreed.history.calls:
             # An earlier comparison may run for the whole time limit, because nothing can end a receive of a host group early.
             with suppress(SynclineError):  # a difference has ended the group already; a missing rank is not a failure here
                 self._queue.run_in_turn(self._compare).wait(_CLOSE_S)
