@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from syncline.collectives import InvalidArgumentError
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.stores import (
     AsTorchStore,
     FileStore,
@@ -21,7 +23,9 @@ from syncline.collectives.stores import (
     TCPStoreServer,
     new_secret,
 )
+from syncline.collectives.stores.over_group import GroupStore
 from syncline.collectives.testing.store_conformance import STORE_CHECKS, OpenStore, StoreCheck
+from syncline.collectives.transports.threads import InProcessTransport, SharedState
 
 Maker = Callable[[Path], contextlib.AbstractContextManager[OpenStore]]
 
@@ -48,6 +52,18 @@ def tcp(folder: Path) -> Iterator[OpenStore]:
             return store
 
         yield open_store
+
+
+@contextlib.contextmanager
+def over_group(folder: Path) -> Iterator[OpenStore]:
+    """The handles are those of rank 1 and of rank 0, which has the table, in turn."""
+    shared_state = SharedState(2)
+    groups = [HostGroup(InProcessTransport(shared_state, rank), rank, 2, timeout_s=60) for rank in range(2)]
+    stores = [GroupStore(group) for group in groups]
+    turns = itertools.cycle(reversed(stores))
+    yield lambda: next(turns).clone()
+    for store in reversed(stores):  # rank 0 waits for rank 1
+        store.close()
 
 
 @contextlib.contextmanager
@@ -116,7 +132,7 @@ def through_torch_prefix(make: Maker) -> Maker:
     return prefixed_in_torch
 
 
-OURS = [in_memory, file, tcp, prefixed]
+OURS = [in_memory, file, tcp, over_group, prefixed]
 MAKERS = [
     *OURS,
     torch_hash,
