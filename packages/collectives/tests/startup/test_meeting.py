@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from syncline.collectives import DisagreementError, LaunchError, StoreError, StoreTimeout, SynclineError
+from syncline.collectives import DisagreementError, LaunchError, RankLostError, StoreError, StoreTimeout, SynclineError
 from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.health.liveness import ProcessIdentity
 from syncline.collectives.startup import meeting
@@ -263,6 +263,30 @@ def test_all_take_the_first_address_of_rank_0_that_all_reach(several_hosts: None
     expected = ["127.0.0.2", "127.0.0.1", "127.0.0.1"]  # from where the system reaches that of rank 0
     assert as_threads(3, lambda rank: address_by_store(store, rank, 3, (), CancelScope(20.0))) == expected
     assert run_ranks(3, lambda group: address_by_group(group, (), 20.0)) == expected
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_scope_that_is_cancelled_ends_the_search_for_an_address(several_hosts: None, rank: int) -> None:
+    reason = StoreError("cancelled")
+    with pytest.raises(StoreError) as raised:
+        address_by_store(InMemoryStore(), rank, 2, (), CancelScope(10.0, lambda: reason))
+    assert raised.value is reason
+
+
+def test_rank_0_tells_all_that_a_rank_is_lost(several_hosts: None) -> None:
+    store = StoreOfRank0()
+    lost = RankLostError("rank(s) 2 (pid 7 on a) ended", [2])
+    scopes = [CancelScope(20.0, lambda: lost), CancelScope(20.0)]
+    said = failures(2, lambda rank: store.run(rank, lambda: address_by_store(store, rank, 3, (), scopes[rank])))
+    assert said == ["rank(s) 2 (pid 7 on a) ended"] * 2
+
+
+@pytest.mark.parametrize(("rank", "key"), [(0, "tried/1"), (1, "doors")])
+def test_a_rank_that_does_not_search_for_an_address_is_waited_for_until_the_limit(
+    several_hosts: None, rank: int, key: str
+) -> None:
+    with pytest.raises(TimeoutError, match=rf"all have come, but not all said at which address .* \(no '{key}'\)"):
+        address_by_store(InMemoryStore(), rank, 2, (), CancelScope(0.4))
 
 
 def test_on_one_host_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,12 @@ import torch.distributed as dist
 from syncline.collectives import CollectiveTimeout, ProcessGroup, RankLostError, TransportError
 from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.host_group import HostGroup
-from syncline.collectives.health.liveness import Liveness
+from syncline.collectives.health.liveness import Liveness, own_identity
+from syncline.collectives.startup import meeting
+from syncline.collectives.startup.addresses import OwnAddress
+from syncline.collectives.startup.meeting import Met
 from syncline.collectives.testing import run_ranks
+from syncline.collectives.transports import gloo
 from syncline.collectives.transports.gloo import connect
 
 pytestmark = pytest.mark.ranks
@@ -71,6 +76,17 @@ def test_a_loss_in_the_whole_group_ends_the_wait_for_a_late_rank() -> None:
     with pytest.raises(RankLostError, match=r"could not connect rank 0 of 2 in group 'part': rank\(s\) 3 ended"):
         connect_with_a_late_rank(scope)
     assert scope.was_noticed
+
+
+def test_a_rank_that_is_lost_after_the_meeting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks are on several hosts, so they look for addresses. Rank 1 has come to the meeting, and has ended then."""
+    own = own_identity()
+    assert own is not None
+    ended = replace(own, started=own.started - 1)  # an earlier process with the same number
+    monkeypatch.setattr(gloo, "meet", lambda *_: Met({0: own, 1: ended}, share_loopback=False))
+    monkeypatch.setattr(meeting, "addresses_for_others", lambda _: [OwnAddress("lo", "127.0.0.1")])
+    with pytest.raises(RankLostError, match=r"could not connect rank 0 of 3 in group 'whole': rank\(s\) 1 \(pid .* ended"):
+        connect(dist.HashStore(), 0, 3, "whole", CancelScope(10))
 
 
 def test_a_collective_may_take_longer_than_the_connection() -> None:

@@ -10,7 +10,7 @@ from typing import NoReturn, TypeVar
 
 from ..api.object_exchange import exchange_objects
 from ..engine.cancel_scope import CancelScope
-from ..errors import DisagreementError, LaunchError, StoreError, StoreTimeout
+from ..errors import DisagreementError, LaunchError, RankLostError, StoreError, StoreTimeout
 from ..group import ProcessGroup
 from ..health.liveness import ProcessIdentity, own_identity
 from ..stores import Store
@@ -181,8 +181,10 @@ def address_by_store(store: Store, rank: int, size: int, interfaces: Sequence[st
     Cost, for N ranks: three requests from each rank, and N more from rank 0.
 
     Raises:
-        LaunchError: a host cannot reach rank 0 at any address, or has no usable address itself. All ranks raise this error.
+        LaunchError: a host cannot reach rank 0 at any address, or has no usable address itself. All ranks raise this error. Or
+            rank 0 has raised a `RankLostError`: the other ranks then raise a LaunchError with the same text.
         TimeoutError: a rank did not take part.
+        BaseException: `scope` was cancelled with this error, or its `ask` returned this error.
     """
     if rank == 0:
         return _as_rank_0(store, size, interfaces, scope)
@@ -207,7 +209,7 @@ def _as_rank_0(store: Store, size: int, interfaces: Sequence[str], scope: Cancel
             store.set("doors", json.dumps([doors.places, doors.word]))
             tried = {rank: _tried(_get(store, f"tried/{rank}", scope)) for rank in range(1, size)}
         found = agreed_addresses(doors.places, tried)
-    except LaunchError as error:
+    except (LaunchError, RankLostError) as error:
         store.set("doors", json.dumps([[], ""]))  # so that no rank waits for the doors
         store.set("addresses", json.dumps(str(error)))
         _let_all_read(store, 0, size)
@@ -225,10 +227,11 @@ def _tried(answer: bytes) -> Tried:
 
 
 def _get(store: Store, key: str, scope: CancelScope) -> bytes:
-    try:
-        return store.get(key, max(scope.remaining_s(), 1e-3))
-    except StoreTimeout:
-        raise TimeoutError(f"all have come, but not all said at which address they reach rank 0 (no '{key}')") from None
+    while True:
+        try:
+            return store.get(key, min(max(scope.remaining_s(), 1e-3), _SLICE_S))
+        except StoreTimeout:
+            scope.check(f"all have come, but not all said at which address they reach rank 0 (no '{key}')")
 
 
 def address_by_group(group: ProcessGroup, interfaces: Sequence[str], timeout_s: float) -> str:

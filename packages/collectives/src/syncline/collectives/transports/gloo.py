@@ -312,7 +312,8 @@ def connect(
         if known is None:
             met = meet(FromTorchStore(ours), rank, size, scope)
             known = Liveness(met.processes, rank)
-            devices = devices or _devices(FromTorchStore(ours), met, rank, size, interfaces, scope)
+            patience = _until_a_loss(scope, known)
+            devices = devices or _devices(FromTorchStore(ours), met, rank, size, interfaces, patience)
         gloo = _connect_patiently(partial(_connected, ours, rank, size, scope.timeout_s, devices), known, scope, devices)
     except (MisuseError, DisagreementError):
         raise
@@ -350,13 +351,19 @@ def _address_of(devices: Devices) -> str:
     return next((entry.address for entry in found if not entry.is_loopback), found[0].address)
 
 
-def _connect_patiently(connect: Callable[[], Any], liveness: Liveness, scope: CancelScope, devices: Devices) -> Any:
+def _until_a_loss(scope: CancelScope, liveness: Liveness) -> CancelScope:
+    """Return a scope that ends with `scope`, and also if a rank of this group is lost."""
+
     def ask() -> BaseException | None:
         # A lost rank of this group comes first, because the error then has the rank's number in this group.
         return liveness.reason_to_give_up() or (None if scope.ask is None else scope.ask())
 
+    return scope.within(math.inf, ask)
+
+
+def _connect_patiently(connect: Callable[[], Any], liveness: Liveness, scope: CancelScope, devices: Devices) -> Any:
     # Connect on a new thread: Gloo's own time limit would hold for each of its steps, and not for the whole connection.
-    patience = scope.within(math.inf, ask)
+    patience = _until_a_loss(scope, liveness)
     mine = ", ".join(value for device in devices for value in device.values())
     try:
         return DetachedCall(connect, "syncline-gloo-connect", lambda: waits_end_with(patience)).wait(
