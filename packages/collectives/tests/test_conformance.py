@@ -452,8 +452,7 @@ def test_the_suite_sees_wrong_values(fault: str) -> None:
         on_broken(Faulty, CHECKS[check], 3, timeout_s=2)
 
 
-# Before an all_to_all, the group gathers the splits of all ranks, and this call reaches its limit.
-@pytest.mark.parametrize("name", [name for name in LIMITED if name != "all_to_all"])
+@pytest.mark.parametrize("name", LIMITED)
 def test_the_suite_sees_a_call_without_a_limit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endings, "_LONGER_LIMIT_S", 1.0)
 

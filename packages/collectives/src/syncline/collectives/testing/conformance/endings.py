@@ -55,6 +55,9 @@ def at_the_time_limit(name: str, group: ProcessGroup) -> None:
     group.set_timeout(_LIMIT_S if is_first else _LONGER_LIMIT_S)
     if not is_first:
         name = "recv"
+    # `HostGroup` compares the splits before an all-to-all. Without the other ranks, the call would end in this comparison, and
+    # never reach the transport.
+    vars(group)["_check_same_splits"] = lambda _: None
     work = _waiting_call(name, group)
     future = work.get_future()
     end_s = time.monotonic() + _LONGER_LIMIT_S + _GRACE_S
