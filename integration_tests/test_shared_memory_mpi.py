@@ -361,7 +361,7 @@ def test_halves_outside_windows_where_no_memory_is_shared(monkeypatch: pytest.Mo
 
     made = Group(thresholds=STAGED, split=by_pairs)
     # All ranks are told if one of them gets no memory.
-    monkeypatch.setattr(made.transport._node.memory, "allocate_segment", lambda *_: None)
+    monkeypatch.setattr(made.transport._node, "_new_segment", lambda *_: None)
     crossings = calls_of(monkeypatch, hierarchical.NodeReduction, "run")
     for _ in range(2):
         tensor = whole(made.group.rank, 5000, torch.bfloat16)
@@ -551,7 +551,7 @@ def test_what_is_kept_for_the_next_call_keeps_no_tensor(numel: int, in_window: b
     kept = weakref.ref(tensor)
     del tensor
     assert kept() is None
-    assert len(made.transport._node.memory.windows) == 0
+    assert len(made.transport._node.windows) == 0
     group.close()
 
 
@@ -695,12 +695,12 @@ def test_without_memory_on_one_rank_all_use_mpi(
     step: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank cannot make the file, or the last one has no memory for its part."""
-    from syncline.collectives.transports.mpi.node import plan, shared_allocation
+    from syncline.collectives.transports.mpi.node import memory, shared_allocation
 
     made = Group(thresholds=STAGED)
     group = made.group
     culprit = 0 if step == "create_file" else group.size - 1
-    monkeypatch.setattr(plan, "_warned_of", set())
+    monkeypatch.setattr(memory, "_warned_of", set())
     if group.rank == culprit:
         monkeypatch.setattr(shared_allocation, step, _no_memory)
     with caplog.at_level(logging.WARNING, "syncline.collectives"):
@@ -826,7 +826,7 @@ def _delay(chance: random.Random) -> None:
 @pytest.mark.parametrize("as_view", [False, True])
 def test_buckets_of_ddp_lie_in_windows(staged: Group, as_view: bool) -> None:
     """Also the buckets that are rebuilt after the first backward; the first ones are then freed."""
-    group, windows = staged.group, staged.transport._node.memory.windows
+    group, windows = staged.group, staged.transport._node.windows
     gc.collect()
     before = len(windows)
     torch.manual_seed(0)

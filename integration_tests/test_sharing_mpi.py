@@ -156,10 +156,10 @@ def test_trying_it(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_warning(ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.transports.mpi.node import plan, shared_allocation
+    from syncline.collectives.transports.mpi.node import memory, shared_allocation
     from syncline.collectives.transports.mpi.node.node_transport import NodeTransport
 
-    monkeypatch.setattr(plan, "_warned_of", set())
+    monkeypatch.setattr(memory, "_warned_of", set())
     from syncline.collectives.engine.host_group import HostGroup
 
     monkeypatch.setattr(shared_allocation, "reserve", raising(OSError(12, "no memory left")))

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
 from syncline.collectives.startup.settings import AlgorithmThresholds
-from syncline.collectives.transports.mpi.node.plan import (
+from syncline.collectives.transports.mpi.node.choice import (
     Capabilities,
     Choice,
     Operation,

@@ -22,9 +22,11 @@ from syncline.collectives.reduce_op import DTYPES_OF, Reduction
 from syncline.collectives.tensors.reduction import reduce_in_rank_order
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.mpi.node import copy_in_copy_out, window
+from syncline.collectives.transports.mpi.node.choice import Operation, size_of
 from syncline.collectives.transports.mpi.node.copy_in_copy_out import CopyInCopyOut, StagingArea
 from syncline.collectives.transports.mpi.node.eager import Eager
-from syncline.collectives.transports.mpi.node.plan import NodePlan, Operation, Windows, size_of
+from syncline.collectives.transports.mpi.node.memory import Windows
+from syncline.collectives.transports.mpi.node.plan import NodePlan
 from syncline.collectives.transports.mpi.node.shared_sync import SharedSync, ShmBarrier, barrier_bytes
 from syncline.collectives.transports.mpi.node.window import SlicesInWindow, tensor_from_address
 from syncline.collectives.transports.shared_memory.os_memory import find_fence
@@ -66,21 +68,14 @@ def data(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return ((index * 5 + rank * 3) % 7).to(dtype)
 
 
-class FakeMemory:
-    """What plans ask of a `NodeMemory`: one window."""
-
-    has_windows = True
-
-    def __init__(self, window: Segment) -> None:
-        self.windows = Windows()
-        self.windows.add(window)
-
-
 class FakeNode:
     """What plans ask of a `Node` whose ranks are threads: a barrier, a window, and a segment for staging."""
 
+    has_windows = True
+
     def __init__(self, window: Segment, staging: Segment, barrier: ShmBarrier) -> None:
-        self.memory = FakeMemory(window)
+        self.windows = Windows()
+        self.windows.add(window)
         self._staging = staging
         self._sync = SharedSync(barrier, None)  # type: ignore[arg-type]  # it asks for messages only after a disagreement
 

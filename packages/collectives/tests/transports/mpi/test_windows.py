@@ -17,14 +17,14 @@ import torch
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
-from syncline.collectives.transports.mpi.node.plan import Windows
+from syncline.collectives.transports.mpi.node.memory import Windows
 from syncline.collectives.transports.mpi.sync import NOWHERE
 from syncline.collectives.transports.shared_memory.segment import Segment, create_file, padded, reserve
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd_create is Linux's")
 
 PAGE = padded(1)
-SORTED = "syncline.collectives.transports.mpi.node.plan.sorted"  # what `add` calls in its middle
+SORTED = "syncline.collectives.transports.mpi.node.memory.sorted"  # what `add` calls in its middle
 
 
 def segments(size: int, part_bytes: int) -> list[Segment]:

@@ -12,7 +12,9 @@ from ....engine.call import Call, Signature
 from ....tensors.layout import flat
 from ....tensors.reduction import reduce_into
 from ...shared_memory.segment import Segment
-from .plan import Algorithm, Node, Operation, chunks, slice_of
+from .choice import Operation, chunks, slice_of
+from .memory import Node
+from .plan import Algorithm
 
 # The size of a slot, which holds one chunk. Small chunks are still in the core's cache when they are reduced. Large chunks need
 # fewer barriers. A barrier is cheap if every rank has its own core, and expensive if not.

@@ -11,7 +11,9 @@ from mpi4py import MPI
 from ....engine.call import Call, Signature
 from ....tensors.layout import flat
 from ....tensors.reduction import reducer_of
-from .plan import Algorithm, Node, Operation, Size
+from .choice import Operation, Size
+from .memory import Node
+from .plan import Algorithm
 from .shared_sync import SharedSync, ShmBarrier
 
 # Memory at an address, with a number of bytes. For few bytes, copying by slices takes a third of the time of ctypes' memmove.

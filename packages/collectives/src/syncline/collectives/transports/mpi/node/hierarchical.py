@@ -10,7 +10,9 @@ from ....tensors.layout import flat
 from ....tensors.reduction import combine, core_op
 from ...shared_memory.segment import Segment
 from ..transport import MPITransport
-from .plan import Algorithm, Node, Place, WindowAlgorithm, chunks, slice_of
+from .choice import chunks, slice_of
+from .memory import Node, Place
+from .plan import Algorithm, WindowAlgorithm
 
 # The size of a chunk that is sent between nodes. A chunk is large enough that the network's latency matters little, and small
 # enough that its memory is soon used again.
@@ -93,7 +95,7 @@ class HierarchicalInWindow(WindowAlgorithm):
 
     def run(self, place_key: int, part: torch.Tensor, call: Call) -> None:
         """See `WindowAlgorithm.run`."""
-        self._reduction.run(self._node.memory.windows.place(place_key), self._numel, call)
+        self._reduction.run(self._node.windows.place(place_key), self._numel, call)
         self._node.local_sync(call).wait(call)
 
 

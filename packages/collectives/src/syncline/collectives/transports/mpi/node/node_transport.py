@@ -17,25 +17,13 @@ from ..library import revoke, revoked_on_failure
 from ..ring_all_reduce import largest_piece_bytes
 from ..sync import MessageSync, Sync
 from ..transport import PRESYNC_MIN_BYTES, MPITransport
+from .choice import Capabilities, Choice, Operation, Size, choose, may_be_in_window, size_of, slot_bytes
 from .copy_in_copy_out import CopyInCopyOut, StagingArea
 from .eager import Eager
 from .hierarchical import Hierarchical, HierarchicalInWindow, NodeReduction
 from .hierarchy import Hierarchy, SplitByNode, split_by_node
-from .plan import (
-    Algorithm,
-    ByMPI,
-    Capabilities,
-    Choice,
-    Node,
-    NodePlan,
-    Operation,
-    Size,
-    WindowAlgorithm,
-    choose,
-    may_be_in_window,
-    size_of,
-    slot_bytes,
-)
+from .memory import Node
+from .plan import Algorithm, ByMPI, NodePlan, WindowAlgorithm
 from .window import SlicesInWindow
 
 logger = logging.getLogger("syncline.collectives")
@@ -51,7 +39,7 @@ _OPERATIONS = {
 
 
 class NodeTransport(MPITransport):
-    """An `MPITransport` that also uses the shared memory of a node. `plan.choose` selects the algorithm of each call.
+    """An `MPITransport` that also uses the shared memory of a node. `choice.choose` selects the algorithm of each call.
 
     Args:
         reproducible: as in `MPITransport`. If True and there are several nodes, all reductions use MPI.
@@ -122,9 +110,7 @@ class NodeTransport(MPITransport):
         # With several nodes, reproducible reductions never use windows.
         is_used = capabilities.shares_memory and (capabilities.nodes == 1 or not capabilities.reproducible)
         if is_used and numel * dtype.itemsize >= self._thresholds.window_bytes:
-            # Making a window is a collective, so first make sure that all ranks are here for the same call.
-            self.sync(call).compare(call)
-            made = self._node.memory.allocate(numel, dtype, call)
+            made = self._node.allocate(numel, dtype, call)
             if made is not None:
                 return made
         return super().allocate(numel, dtype, call)

@@ -12,7 +12,9 @@ import torch
 from ....engine.call import Call, Signature
 from ....tensors.layout import flat
 from ....tensors.reduction import reducer_of
-from .plan import Node, Operation, Place, WindowAlgorithm, chunks, slice_of
+from .choice import Operation, chunks, slice_of
+from .memory import Node, Place
+from .plan import WindowAlgorithm
 
 # The size of a chunk, for all ranks together. A rank copies a chunk of the result to the others while this chunk is in the
 # cache. The table shows microseconds for two ranks, with huge pages and a cache of 2 MiB for each core. Each row is a tensor
@@ -69,7 +71,7 @@ class SlicesInWindow(WindowAlgorithm):
             # A program that uses so many places makes new tensors all the time, so old shares are of little use.
             if len(self._shares) >= _MOST_PLACES:
                 self._shares.clear()
-            place = self._node.memory.windows.place(place_key)
+            place = self._node.windows.place(place_key)
             share = self._shares[place_key] = self._make_share(place, self._signature)
         share(part)
         self._node.local_sync(call).wait(call)
