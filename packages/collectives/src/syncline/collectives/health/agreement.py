@@ -19,8 +19,8 @@ calls at these times:
 - after every 1000 calls,
 - at the end of each backward in which a reducer sums gradients; see Note [Comparison over NCCL] in `transports.nccl.group`.
 
-Over MPI on several nodes, the transport also compares each call of 32 KiB or more before it runs: see Note [Presync] in
-`transports.mpi.transport`.
+Over MPI on several nodes or without shared memory, the transport also compares each call of 32 KiB or more before it runs: see
+Note [Presync] in `transports.mpi.transport`.
 
 `Signature.digest` says what the digest covers. Sends and receives are left out: for them, the transport compares the sizes of
 the tensors.

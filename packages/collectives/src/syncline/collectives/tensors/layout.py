@@ -91,8 +91,8 @@ def _has_duplicates(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 # A collective moves a part (one rank's data), and most collectives also move a whole (the data of all ranks). These sets say
 # whether the part is read or written, and whether the program passes the whole as a list of tensors.
-_ONE_TENSOR = frozenset({"all_reduce", "reduce", "broadcast"})
-_PART_IS_READ = frozenset({"all_gather", "all_gather_into_tensor", "gather"})
+ONE_TENSOR = frozenset({"all_reduce", "reduce", "broadcast"})
+PART_IS_READ = frozenset({"all_gather", "all_gather_into_tensor", "gather"})
 _WHOLE_IS_LIST = frozenset({"all_gather", "gather", "scatter", "reduce_scatter"})
 
 
@@ -108,13 +108,13 @@ def pack(
             the same object. In an all-to-all, the part has room for all outputs, and the whole has all inputs. In a gather or
             scatter, the whole is None on ranks other than the root.
     """
-    if name in _ONE_TENSOR:
+    if name in ONE_TENSOR:
         wire = in_plain_order(writes[0])
         return wire, wire
     if name == "all_to_all":
         received = torch.empty(sum(map(torch.numel, writes)), dtype=writes[0].dtype, device=writes[0].device)
         return received, in_one_block(reads)
-    if name in _PART_IS_READ:
+    if name in PART_IS_READ:
         part = in_plain_order(reads[0])
         if name not in _WHOLE_IS_LIST:
             return part, in_plain_order(writes[0])
@@ -132,10 +132,10 @@ def unpack(
 
     If the library has written a tensor of `writes` itself, copy nothing, but tell autograd.
     """
-    wire = whole if name in _PART_IS_READ else part
+    wire = whole if name in PART_IS_READ else part
     if wire is None or not writes or name == ("broadcast" if is_root else "reduce"):
         return  # this rank got no result: it is the root of a broadcast, or is not the root of a reduce or gather
-    if name == "all_to_all" or (name in _WHOLE_IS_LIST and name in _PART_IS_READ):
+    if name == "all_to_all" or (name in _WHOLE_IS_LIST and name in PART_IS_READ):
         for output, piece in zip(writes, torch.split(flat(wire), [output.numel() for output in writes]), strict=True):
             output.copy_(piece.view(output.shape))
     elif wire is writes[0]:  # no copy was needed: the library wrote the program's tensor itself

@@ -71,20 +71,22 @@ def mpi_group(request: pytest.FixtureRequest) -> ProcessGroup:
     All tests of the session share the group. After a test has failed, the next test gets a new group. At the end of the session
     the group is closed. If closing the group fails, because a test has not waited for a call that failed, the session fails.
     """
-    plugin = request.config.pluginmanager.get_plugin(_RANK_PLUGIN)
-    if not isinstance(plugin, RankPlugin):
-        pytest.fail("the fixture mpi_group needs mpirun; mark the test with pytest.mark.mpi")
+    plugin = _rank_plugin(request)
     return plugin.group(lambda: _connect(plugin.collective_limit_s))
 
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Generator[ProcessGroup, None, None]:
     """Return a new default group of all ranks over backend "mpi". The group is destroyed after the test."""
+    yield init_process_group("mpi", timeout=_rank_plugin(request).collective_limit_s)
+    destroy_process_group()
+
+
+def _rank_plugin(request: pytest.FixtureRequest) -> RankPlugin:
     plugin = request.config.pluginmanager.get_plugin(_RANK_PLUGIN)
     if not isinstance(plugin, RankPlugin):
-        pytest.fail("the fixture world needs mpirun; mark the test with pytest.mark.mpi")
-    yield init_process_group("mpi", timeout=plugin.collective_limit_s)
-    destroy_process_group()
+        pytest.fail(f"the fixture {request.fixturename} needs mpirun; mark the test with pytest.mark.mpi")
+    return plugin
 
 
 def _mpi_launch() -> Launch | None:

@@ -13,10 +13,7 @@ from ..engine.cancel_scope import CancelScope
 from ..engine.device import DeviceRuntime
 from ..engine.transport import Plan, Request, Transport
 from ..health.stalls import StatusPost
-from ..tensors.layout import untracked
-
-# These collectives read `part` and write `whole` (see `Plan.run`). The others read `whole` and write `part`.
-_PART_IS_READ = frozenset({"all_gather", "all_gather_into_tensor", "gather"})
+from ..tensors.layout import PART_IS_READ, untracked
 
 Keep = Callable[..., AbstractContextManager[None]]
 
@@ -156,11 +153,9 @@ class StagedPlan(Plan):
         self._kept = kept
         name, is_root = signature.name, signature.root == rank
         # A broadcast's root only reads its tensor, and in a reduce only the root gets a result.
-        self._part_goes_in = name in _PART_IS_READ or name in ("all_reduce", "reduce") or (name == "broadcast" and is_root)
-        self._part_comes_out = (
-            name not in _PART_IS_READ and not (name == "reduce" and not is_root) and not (name == "broadcast" and is_root)
-        )
-        self._whole_goes_in = name not in _PART_IS_READ
+        self._part_goes_in = name in PART_IS_READ or name in ("all_reduce", "reduce") or (name == "broadcast" and is_root)
+        self._part_comes_out = name not in PART_IS_READ and name != ("broadcast" if is_root else "reduce")
+        self._whole_goes_in = name not in PART_IS_READ
 
     @property
     def algorithm(self) -> str:

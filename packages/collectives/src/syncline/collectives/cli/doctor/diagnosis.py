@@ -123,11 +123,14 @@ def unseen(ranks: Observations) -> Finding:
     )
 
 
+def _by_node(ranks: Observations) -> list[list[Observation]]:
+    placement = place(0, [rank.host for rank in ranks])
+    return [[ranks[rank] for rank in placement.ranks_on_node(node)] for node in range(placement.nodes)]
+
+
 def cores(ranks: Observations) -> Finding:
     """Check that every node has enough cores for its ranks and their threads. Return the worst finding."""
-    placement = place(0, [rank.host for rank in ranks])
-    members = (placement.ranks_on_node(node) for node in range(placement.nodes))
-    return worst([_cores_of_node([ranks[rank] for rank in node]) for node in members])
+    return worst(list(map(_cores_of_node, _by_node(ranks))))
 
 
 def gpus(ranks: Observations) -> list[Finding]:
@@ -138,11 +141,9 @@ def gpus(ranks: Observations) -> list[Finding]:
     if not any(rank.gpus for rank in ranks):
         return [ok("GPUs", "none visible to torch")]
     first = next(rank for rank in ranks if rank.gpus)
-    placement = place(0, [rank.host for rank in ranks])
     found = f"{len(first.gpus)} visible to rank {list(ranks).index(first)}: {', '.join(sorted(set(first.gpus)))}"
-    members = (placement.ranks_on_node(node) for node in range(placement.nodes))
     return [
-        worst([_gpus_of_node([ranks[rank] for rank in node], found) for node in members]),
+        worst([_gpus_of_node(node, found) for node in _by_node(ranks)]),
         _cuda_awareness([rank.cuda_aware for rank in ranks]),
         _nccl(first),
     ]
@@ -344,7 +345,7 @@ _MORE = "give the job more memory (Slurm's --mem or --mem-per-cpu, a container's
 def memory(ranks: Sequence[Observation]) -> list[Finding]:
     """Check whether the ranks can share memory, how much memory is left, and how large /dev/shm is."""
     has_fences = all(rank.has_fence for rank in ranks)
-    return [_sharing(ranks[0].sharing, has_fences), _left(ranks), _dev_shm(ranks)]
+    return [_sharing(ranks[0].sharing, has_fences), worst(list(map(_left_on, _by_node(ranks)))), _dev_shm(ranks)]
 
 
 def _sharing(result: str | None, has_fences: bool) -> Finding:
@@ -364,12 +365,6 @@ def _sharing(result: str | None, has_fences: bool) -> Finding:
         )
         return Finding(name, Status.WARN, f"{result}, but libatomic.so.1 is missing on a node", remedy)
     return ok(name, result)
-
-
-def _left(ranks: Sequence[Observation]) -> Finding:
-    placement = place(0, [rank.host for rank in ranks])
-    members = (placement.ranks_on_node(node) for node in range(placement.nodes))
-    return worst([_left_on([ranks[rank] for rank in node]) for node in members])
 
 
 def _left_on(ranks: Sequence[Observation]) -> Finding:

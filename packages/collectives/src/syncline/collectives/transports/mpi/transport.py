@@ -20,7 +20,7 @@ from ...engine.transport import LibraryPlan, LibraryTransport, Plan, Request, Tr
 from ...errors import TransportError
 from ...health.stalls import StatusPost
 from ...reduce_op import REDUCIBLE, PremulSum, ReduceOp, Reduction, divide
-from ...tensors.layout import bytes_of
+from ...tensors.layout import ONE_TENSOR, bytes_of
 from ...tensors.reduction import core_op, reduce_in_rank_order
 from .library import (
     MPIRequest,
@@ -494,7 +494,7 @@ def whole_bytes(signature: Signature, size: int) -> int:
     # Each rank may have different splits, so no rank knows the sizes of the other ranks.
     if signature.splits is not None:
         return 0
-    return signature.nbytes * (1 if signature.name in ("all_reduce", "reduce", "broadcast") else size)
+    return signature.nbytes * (1 if signature.name in ONE_TENSOR else size)
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
