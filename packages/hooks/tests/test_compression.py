@@ -321,6 +321,9 @@ def test_merged_states_fit_another_number_of_ranks() -> None:
         return state.state_dict()
 
     saved = run_ranks(2, train)
+    for ranks in ([0], [1], [0, 0], [0, 0, 1]):
+        with pytest.raises(InvalidArgumentError, match=f"all 2 ranks that have errors, found .* {str(ranks)[1:-1]}: pass"):
+            merge_states([saved[rank] for rank in ranks])
 
     def resume(group: ProcessGroup) -> None:
         known = parameters()

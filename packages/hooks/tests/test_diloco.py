@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -490,6 +491,21 @@ def test_a_state_of_another_model_or_optimizer_is_refused() -> None:
             other.load_state_dict(state)
 
     run_ranks(1, body)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(TopK(0.1), None), (TopK(0.1), Int8()), (None, Int8())])
+def test_a_state_of_another_compressor_is_refused_because_its_errors_would_be_lost(saved: Any, loaded: Any) -> None:
+    def body(group: ProcessGroup) -> None:
+        model = small_model()
+        optimizer = DiLoCoOptimizer(inner(model), model.named_parameters(), group, sync_every=2, compressor=saved)
+        train(model, optimizer, group.rank, range(2))
+        other = DiLoCoOptimizer(inner(model), model.named_parameters(), group, sync_every=2, compressor=loaded)
+        refused = pytest.raises(MisuseError, match=r"the saved state is of compressor 'top 0\.1', this one of")
+        with refused if saved is not None else nullcontext():
+            other.load_state_dict(optimizer.state_dict())
+        assert other.steps == (0 if saved is not None else 2)
+
+    run_ranks(2, body)
 
 
 # ---- what is refused ----

@@ -195,6 +195,7 @@ class DiLoCoOptimizer(WrappingOptimizer):
         outer = {
             "kind": _KIND,
             "format": FORMAT,
+            "compressor": exchange.compressor_name,
             "iter": self.steps,
             "rank": exchange.origin.rank,
             "world_size": exchange.origin.world_size,
@@ -208,11 +209,17 @@ class DiLoCoOptimizer(WrappingOptimizer):
         """Continue from a saved state. The state does not contain the model's parameters; load them separately.
 
         Raises:
-            MisuseError: the "outer" state is missing or belongs to another model. Or the state was saved while an average was
-                in progress, and this optimizer has other fragments.
+            MisuseError: the "outer" state is missing or belongs to another model, or has another compressor. (A state without a
+                compressor can be loaded with any compressor.) Or the state was saved while an average was in progress, and this
+                optimizer has other fragments.
         """
         outer = state_dict.get("outer", {})
         check_kind(outer, _KIND)
+        # Without the compressor, the errors that its error feedback has kept would never be sent.
+        if outer["compressor"] not in (None, self._exchange.compressor_name):
+            raise MisuseError(
+                f"the saved state is of compressor '{outer['compressor']}', this one of '{self._exchange.compressor_name}'"
+            )
         saved = {name: tensors for entry in outer["fragments"] for name, tensors in entry["parameters"].items()}
         mine = {name: parameter for fragment in self._fragments for name, parameter in fragment.parameters.items()}
         check_parameters({name: tensors["anchor"] for name, tensors in saved.items()}, _shapes(mine))

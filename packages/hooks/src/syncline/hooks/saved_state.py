@@ -36,7 +36,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Raises:
         InvalidArgumentError: there is no state, a state does not belong to a hook of this package, or the states are not from
-            the same step of the same job.
+            the same step of the same job. Or the state of a rank that has errors is missing, or is given twice.
     """
     if not states:
         raise InvalidArgumentError("expected the saved state of at least one rank, found none")
@@ -56,6 +56,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     # Some hooks keep no errors.
     if "errors" in merged:
         holders = _holders(states)
+        _check_complete(holders)
         errors = {
             # `torch.load` puts each state on the GPU of the rank that saved it.
             name: torch.stack([state["errors"][name].to(first.device) for state in holders]).mean(0)
@@ -77,6 +78,18 @@ def _holders(states: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]
     # In the state of a rank that has never communicated, "rank" is None. If such a state has errors, they were loaded and never
     # used. With `Sites`, only the first rank of each site has errors.
     return [state for state in states if state.get("rank") is not None] or states
+
+
+def _check_complete(holders: Sequence[Mapping[str, Any]]) -> None:
+    # In states that were merged or that have never communicated, "world_size" is None.
+    world_size = holders[0]["world_size"] if holders[0]["errors"] else None
+    ranks = sorted(state["rank"] for state in holders) if world_size else []
+    # Several groups of ranks may have averaged separately. Then each rank's number occurs several times, equally often.
+    if world_size and ranks != sorted([*range(world_size)] * max(1, len(ranks) // world_size)):
+        raise InvalidArgumentError(
+            f"expected the states of all {world_size} ranks that have errors, found those of rank(s) "
+            f"{', '.join(map(str, ranks))}: pass the state of every rank once"
+        )
 
 
 def _place(state: Mapping[str, Any]) -> tuple[Any, ...]:
