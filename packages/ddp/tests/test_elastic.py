@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from syncline.collectives import (
     BackendUnavailableError,
     CollectiveTimeout,
+    DisagreementError,
     InvalidArgumentError,
     MisuseError,
     ProcessGroup,
@@ -343,6 +344,23 @@ def test_a_step_costs_one_small_collective_more() -> None:
             called.append([record.name for record in group.recorder.records()[before:]])
         assert called[2] == ["all_reduce"]
         assert called[3] == ["all_reduce", "all_reduce"]
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [({"seed": 1}, "epoch 0 .* seed=1 "), ({"epoch": 2}, "epoch 2 "), ({"applied": 1}, "batch 1 of epoch 0 ")],
+)
+def test_ranks_whose_samplers_differ_are_told_so(change: dict[str, int], found: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        training = Training(group)
+        if group.rank == 1:
+            training.sampler = training.elastic._sampler = ElasticSampler(12 * STEPS, 12, seed=change.get("seed", 0))
+            training.sampler.load_state_dict({"epoch": 0, "applied": 0, **change})
+            training.sampler.divide(1, 2)
+        with pytest.raises(DisagreementError, match=rf"(?s)rank 0: .*batch 0 of epoch 0 .*rank 1: .*{found}"):
+            training.run()
 
     run_ranks(2, body)
 

@@ -217,6 +217,10 @@ class Elastic:
         Use this method in place of `range(number)`. A new training begins with epoch 0. In a newcomer, and after the sampler's
         `load_state_dict`, the first epoch is the present epoch of the training. For each epoch, this method also calls the
         sampler's `set_epoch`.
+
+        If you save a checkpoint at the end of an epoch, call `sampler.set_epoch(epoch + 1)` before you save. Otherwise the
+        resumed run begins with the finished epoch: `batches` yields nothing, but the rest of the loop's body, such as the step
+        of a scheduler, runs again.
         """
         for epoch in range(self._sampler.epoch, number):
             self._sampler.set_epoch(epoch)
@@ -282,6 +286,7 @@ class Elastic:
             MisuseError: this step begins within another step or after `close`, or is the second step for one batch. Or a
                 collective failed after the agreement to apply the step. Or the step ends with gradients that are not averaged,
                 and that no optimizer has used.
+            DisagreementError: the samplers of the ranks have different arguments, or are at different batches.
         """
         self._refuse_if_closed("a step was begun")
         if self._phase is not _Phase.BETWEEN_STEPS:
@@ -405,7 +410,9 @@ class Elastic:
 
     def _sum_over_ranks(self, number: int) -> int:
         mine = torch.tensor([number], device="cpu")
-        self._group.all_reduce(mine)
+        # With the mark, the ranks compare their samplers. If samplers differ, some samples are used twice, and others never.
+        with self._group.marked(self._sampler.batch_in_words()):
+            self._group.all_reduce(mine)
         return int(mine)
 
     def _newcomers_here(self) -> int:

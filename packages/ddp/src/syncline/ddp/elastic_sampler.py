@@ -129,6 +129,11 @@ class ElasticSampler(Sampler[list[int]]):
         """Count the present batch as applied (all ranks have used it in `optimizer.step()`). Go to the next batch."""
         self.applied += 1
 
+    def batch_in_words(self) -> str:
+        """Return a text that differs between samplers that are at different batches. The text has no comma."""
+        settings = " ".join(f"{name}={value}" for name, value in self.settings.items())
+        return f"batch {self.applied} of epoch {self.epoch} of ElasticSampler({settings})"
+
     def state_dict(self) -> dict[str, int]:
         """Return the epoch, the number of applied batches, and the constructor's arguments. All are the same on all ranks."""
         return {"epoch": self.epoch, "applied": self.applied, **self.settings}
