@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
@@ -287,6 +290,13 @@ def test_nothing_coalesced_is_nothing_to_do() -> None:
     collectives.broadcast_coalesced([])
     collectives.all_reduce_coalesced([])
     collectives.all_gather_coalesced([[]], [])
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_copy_of_a_group_is_refused_with_the_remedy(copied: Callable[[object], object]) -> None:
+    for group in create_groups(2):
+        with pytest.raises(MisuseError, match=rf"rank {group.rank} of 2 .* cannot be copied or pickled: save the state_dict"):
+            copied({"the state of a hook": group} if copied is not copy.copy else group)
 
 
 def test_ranks_on_the_node() -> None:

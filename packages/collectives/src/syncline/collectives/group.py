@@ -79,6 +79,17 @@ class ProcessGroup(ABC):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} '{self.name}' ({self.describe()}), rank {self.rank} of {self.size}>"
 
+    def __reduce__(self) -> NoReturn:
+        """Refuse `pickle` and `copy.deepcopy`: a group belongs to this process.
+
+        Raises:
+            MisuseError: always.
+        """
+        raise MisuseError(
+            f"a process group ({self.place()}) cannot be copied or pickled: save the state_dict() of the object that holds the "
+            "group, or set its attribute to None before the copy"
+        )
+
     # ---- properties of a group ----
 
     @property
