@@ -313,6 +313,21 @@ def test_a_copy_goes_on_bitwise_with_the_models_own_names(copied: Any, is_given:
     run_ranks(2, body)
 
 
+def test_a_state_without_error_feedback_refuses_saved_errors_and_changes_nothing() -> None:
+    def body(group: ProcessGroup) -> None:
+        known = parameters()
+        state, without = CompressionState(TopK(0.1)), CompressionState(TopK(0.1), use_error_feedback=False)
+        reduce(state, group, gradients(group.rank, 0), known)
+        saved = state.state_dict()
+        with pytest.raises(MisuseError, match="the saved state has error feedback, this one has use_error_feedback=False"):
+            without.load_state_dict(saved)
+        assert without.iter == 0
+        without.load_state_dict({**saved, "errors": {}})
+        assert without.iter == 1
+
+    run_ranks(1, body)
+
+
 def test_merged_states_fit_another_number_of_ranks() -> None:
     def train(group: ProcessGroup) -> dict[str, Any]:
         known = parameters()

@@ -87,6 +87,12 @@ class CompressionState:
         check_kind(state, _KIND)
         if state["compressor"] != self.compressor.name:
             raise MisuseError(f"the saved state is of compressor '{state['compressor']}', this one of '{self.compressor.name}'")
+        # The errors would never be sent.
+        if state["errors"] and not self.use_error_feedback:
+            raise MisuseError(
+                "the saved state has error feedback, this one has use_error_feedback=False; construct it with True, or load "
+                "{**state, 'errors': {}} to drop the errors"
+            )
         self.names.check(state["names"])
         # Without given names, parameters get their names with the first bucket. Then `ParameterNames.of` compares the names.
         if self.names.are_given:
@@ -96,9 +102,10 @@ class CompressionState:
         """Continue from a saved state. If this method raises an error, nothing changes.
 
         Raises:
-            MisuseError: the saved state comes from another kind of hook, another compressor or another model. If you
-                constructed this object without `named_parameters`, the method cannot always detect another model. Then the
-                hook raises the error in the first step.
+            MisuseError: the saved state comes from another kind of hook, another compressor or another model. Or it has errors
+                of error feedback, and this object has `use_error_feedback=False`. If you constructed this object without
+                `named_parameters`, the method cannot always detect another model. Then the hook raises the error in the first
+                step.
         """
         self.check_state_dict(state)
         self.names.expect(state["names"])
