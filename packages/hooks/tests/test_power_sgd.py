@@ -566,11 +566,21 @@ def test_gradients_of_zeros_stay_zeros_and_the_factors_keep_their_rank(hook: Any
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("state", [None, object(), torch.zeros(1)], ids=["none", "object", "tensor"])
+def of_torch() -> object:
+    kind = type("PowerSGDState", (), {})
+    kind.__module__ = "torch.distributed"
+    return kind()
+
+
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [(None, "NoneType"), (torch.zeros(1), r"torch\.Tensor"), (of_torch(), r"torch\.distributed\.PowerSGDState")],
+    ids=["none", "tensor", "torch's"],
+)
 @pytest.mark.parametrize("hook", VARIANTS)
-def test_another_state_is_refused(hook: Any, state: Any) -> None:
+def test_another_state_is_refused_also_of_a_class_with_the_same_name(hook: Any, state: Any, found: str) -> None:
     def body(group: ProcessGroup) -> None:
-        with pytest.raises(MisuseError, match=f"expected a PowerSGDState as the hook's state, found {type(state).__name__}"):
+        with pytest.raises(MisuseError, match=f"expected a PowerSGDState as the hook's state, found <class '{found}'>: make"):
             hook(state, FakeBucket([torch.ones(2)], group))
 
     run_ranks(1, body)

@@ -102,7 +102,8 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: Bucket) -> TensorFuture
         MisuseError: the state is not a PostLocalSGDState.
     """
     if not isinstance(state, PostLocalSGDState):
-        raise MisuseError(f"expected a PostLocalSGDState as the hook's state, found {type(state).__name__}")
+        # torch has a class of the same name, so show the module of the class.
+        raise MisuseError(f"expected a PostLocalSGDState as the hook's state, found {type(state)}: make one of syncline.hooks")
     # Decide before the step is counted, so that all buckets of a step are averaged in the same way.
     is_local = state.iter >= state.start_localSGD_iter
     state.maybe_increase_iter(bucket)

@@ -65,7 +65,8 @@ def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFut
     `algorithm` is a generator function that compresses a bucket. See Note [Stages] in `stages`.
     """
     if not isinstance(state, PowerSGDState):
-        raise MisuseError(f"expected a PowerSGDState as the hook's state, found {type(state).__name__}")
+        # torch has a class of the same name, so show the module of the class.
+        raise MisuseError(f"expected a PowerSGDState as the hook's state, found {type(state)}: make one of syncline.hooks")
     floating_buffer(bucket, "for PowerSGD")
     # Number the parameters in steps without compression, too; see Note [Numbers and a resumed run] in `parameter_names`.
     state.names.of(bucket)
