@@ -221,7 +221,9 @@ model(torch.ones(1, 4)).sum().backward()
     assert "no model came to step 10; say which steps by SYNCLINE_TRACE_STEPS" in ended.stderr
 
 
-def test_a_job_that_ends_early_leaves_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_ends_early_leaves_what_it_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SYNCLINE_TRACE", str(tmp_path))
     monkeypatch.setenv("SYNCLINE_TRACE_STEPS", "2-20")
 
@@ -232,7 +234,11 @@ def test_a_job_that_ends_early_leaves_what_it_has(tmp_path: Path, monkeypatch: p
             assert recording._end_at_exit is not None
             recording._end_at_exit()  # as at the end of the process
 
-    run_ranks(2, body)
+    with caplog.at_level(logging.WARNING, "syncline.ddp"):
+        run_ranks(2, body)
+    (told,) = caplog.messages
+    assert told.startswith("the trace was not merged: the program ended")
+    assert told.endswith(f"Run syncline trace {tmp_path}")
     assert read_timeline(tmp_path).steps == [2, 3, 4]
     assert [part.is_complete for part in read_parts(tmp_path)] == [False, False]
     assert not (tmp_path / "trace.json").exists()
@@ -268,6 +274,7 @@ def test_a_rank_that_cannot_write_does_not_stop_the_others(tmp_path: Path, caplo
         run_ranks(2, traced, a_network(), tmp_path)
     assert any("rank 1 cannot write its trace" in message for message in caplog.messages)
     assert any("trace-rank-00001.jsonl is no trace of a rank" in message for message in caplog.messages)
+    assert any("trace.json lacks rank(s) 1: copy the files" in message for message in caplog.messages)
     assert [rank.header.rank for rank in read_timeline(tmp_path).ranks] == [0]
 
 
@@ -371,6 +378,28 @@ def test_a_disk_that_fills_up_ends_the_observation_of_calls(
         run_ranks(2, traced, a_network(), tmp_path)
     assert sum("no space left" in message for message in caplog.messages) == 2
     assert observers == []
+
+
+def test_a_disk_that_is_full_at_the_end_of_the_process_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: StepRecorder) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setenv("SYNCLINE_TRACE", str(tmp_path))
+    monkeypatch.setenv("SYNCLINE_TRACE_STEPS", "2-20")
+
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(torch.nn.Linear(4, 2), process_group=group)
+        train(model, group.rank, 4)
+        (recording,) = model._recordings
+        monkeypatch.setattr(StepRecorder, "_write", refuse)
+        assert recording._end_at_exit is not None
+        recording._end_at_exit()  # as at the end of the process
+
+    with caplog.at_level(logging.WARNING, "syncline.ddp"):
+        run_ranks(1, body)
+    assert any("rank 0 cannot write its trace" in message for message in caplog.messages)
 
 
 def test_a_forked_child_that_exits_leaves_the_trace_to_its_parent(tmp_path: Path) -> None:

@@ -120,12 +120,15 @@ class StepRecorder:
         """Close the open step. Later events do not belong to any step."""
         self._close_step(self._optimizers.take(), self._calls.take())
 
-    def end(self, *, is_complete: bool) -> None:
-        """Close the open step, stop recording, and close the file. A second call does nothing."""
+    def end(self, *, is_complete: bool) -> bool:
+        """Close the open step, stop recording, and close the file. A second call does nothing.
+
+        Return whether this call has closed the file.
+        """
         # A forked child that ends by `sys.exit` also calls this method. The file belongs to the parent, which still writes to
         # it.
         if self._file.closed or os.getpid() != self._pid:
-            return
+            return False
         self.close_step()
         self._calls.stop()
         self._optimizers.stop()
@@ -135,6 +138,7 @@ class StepRecorder:
             self._write()
         finally:
             self._file.close()
+        return True
 
     def _close_step(self, optimizers: Sequence[OptimizerEvent], calls: Sequence[CallEvent]) -> None:
         if self._open_step is None:

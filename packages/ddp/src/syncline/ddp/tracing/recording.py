@@ -132,11 +132,11 @@ class TraceRecording:
         try:
             self._recorder = StepRecorder(self.settings.folder, self._header(), self._group, reducer, parameters)
         except OSError as error:
-            self._warn(error)
+            _warn(error, self.settings, self._group.rank)
             return
         self._recorder.note_clock(self._clock)
         # If the program ends or the model is deleted before the last step, write the recorded events at that moment.
-        self._end_at_exit = weakref.finalize(self, self._recorder.end, is_complete=False)
+        self._end_at_exit = weakref.finalize(self, _end, self._recorder, self.settings, self._group.rank)
 
     def _close(self, *, is_complete: bool) -> None:
         if self._recorder is None:
@@ -146,7 +146,7 @@ class TraceRecording:
         if self._end_at_exit is not None:
             self._end_at_exit.detach()
 
-    def _try(self, action: Callable[[StepRecorder], None]) -> None:
+    def _try(self, action: Callable[[StepRecorder], object]) -> None:
         assert self._recorder is not None
         try:
             action(self._recorder)
@@ -154,7 +154,7 @@ class TraceRecording:
             with suppress(OSError):  # `end` stops observing before it writes; a second error of the file does no harm
                 self._recorder.end(is_complete=False)
             self._recorder = None
-            self._warn(error)
+            _warn(error, self.settings, self._group.rank)
 
     def _merge(self) -> None:
         first, last = self.settings.first, self.settings.last
@@ -178,14 +178,29 @@ class TraceRecording:
             traced = self._steps if last is None else min(self._steps, last)
             logger.info("traced steps %d to %d: open %s in ui.perfetto.dev", first, traced, path)
 
-    def _warn(self, error: OSError) -> None:
-        folder, rank = self.settings.folder, self._group.rank
-        logger.warning("rank %d cannot write its trace to %s (%s); training goes on without it", rank, folder, error)
-
     def _header(self) -> Header:
         group = self._group
         epoch_s = time.time() - time.perf_counter()
         return Header(group.rank, group.size, socket.gethostname(), os.getpid(), group.describe(), epoch_s, self._run)
+
+
+def _end(recorder: StepRecorder, settings: TraceSettings, rank: int) -> None:
+    # An error that is raised while the interpreter exits would end an MPI job with an error status.
+    try:
+        was_open = recorder.end(is_complete=False)
+    except OSError as error:
+        _warn(error, settings, rank)
+        return
+    if was_open and rank == 0:
+        logger.warning(
+            "the trace was not merged: the program ended, or the model was deleted, before the step after the last traced "
+            "step. Run syncline trace %s",
+            settings.folder,
+        )
+
+
+def _warn(error: OSError, settings: TraceSettings, rank: int) -> None:
+    logger.warning("rank %d cannot write its trace to %s (%s); training goes on without it", rank, settings.folder, error)
 
 
 def _agree_on_run(group: ProcessGroup) -> str:

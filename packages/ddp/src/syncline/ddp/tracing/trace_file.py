@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from .timeline import Timeline, merge
 
 TRACE_NAME = "trace.json"
 
+logger = logging.getLogger("syncline.ddp")
+
 
 def read_timeline(folder: Path) -> Timeline:
     """Read the timeline of the latest run in a folder.
@@ -28,6 +31,8 @@ def read_timeline(folder: Path) -> Timeline:
 
 def write_trace(folder: Path, path: Path | None = None, profiles: Mapping[int, Path] | None = None) -> Path:
     """Merge the ranks' files in a folder into one file in the Chrome trace format, and return its path.
+
+    Log a warning if the folder lacks the files of some ranks.
 
     Args:
         folder: the folder with the ranks' files.
@@ -46,6 +51,12 @@ def write_trace(folder: Path, path: Path | None = None, profiles: Mapping[int, P
         target.write_text(json.dumps(trace), encoding="utf-8")
     except OSError as error:
         raise InvalidArgumentError(f"cannot write the trace {target}: {error.strerror}") from error
+    if timeline.missing:
+        logger.warning(
+            "the trace %s lacks rank(s) %s: copy the files of all ranks into one folder, and run syncline trace FOLDER",
+            target,
+            ", ".join(map(str, timeline.missing)),
+        )
     return target
 
 
