@@ -53,14 +53,15 @@ def test_the_tables_name_the_slow_rank(folder: Path, capsys: pytest.CaptureFixtu
     assert [row[0] for row in rows if row and row[0] in ("10", "11", "12")] == ["10", "11", "12"]
 
 
-def measured(*rows: tuple[str, int, float]) -> str:
+def measured(*rows: tuple[str, int, float], ranks: int = 2) -> str:
     """As `syncline bench --json` writes it."""
     names = ("backend", "size_bytes", "median_s")
     return json.dumps(
         {
+            "environment": {"world_size": ranks},
             "measurements": [
                 {"collective": "all_reduce", "dtype": "float32", **dict(zip(names, row, strict=True))} for row in rows
-            ]
+            ],
         }
     )
 
@@ -84,7 +85,11 @@ def test_the_bandwidth_is_compared_with_the_floor(folder: Path, capsys: pytest.C
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{}", "is no file of `syncline bench --json`"), (measured(("mpi", 8, 1.0)), "found none; measure with")],
+    [
+        ("{}", "is no file of `syncline bench --json`"),
+        (measured(("mpi", 8, 1.0)), "found none; measure with"),
+        (measured(("floor", 8, 1.0), ranks=3), "expected measurements on 2 rank(s), as many as the trace has, found 3"),
+    ],
 )
 def test_a_file_without_a_floor_is_refused(text: str, words: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench = folder / "bench.json"

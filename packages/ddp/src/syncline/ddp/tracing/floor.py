@@ -41,14 +41,19 @@ class Floor:
         return sum(map(self.seconds, sizes)) / seconds
 
 
-def read_floor(path: Path) -> Floor:
+def read_floor(path: Path, ranks: int) -> Floor:
     """Return the shortest possible times of all-reduces (the floor) from a file of `syncline bench --json`.
 
+    Args:
+        path: the file.
+        ranks: the number of ranks of the trace. The floor depends on this number.
+
     Raises:
-        InvalidArgumentError: the file has another format, or has no floor.
+        InvalidArgumentError: the file has another format, has no floor, or was measured on another number of ranks.
     """
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["measurements"]
+        figures = json.loads(path.read_text(encoding="utf-8"))
+        rows, measured = figures["measurements"], figures["environment"]["world_size"]
         points = {
             float(row["size_bytes"]): float(row["median_s"])
             for row in rows
@@ -61,6 +66,11 @@ def read_floor(path: Path) -> Floor:
     if not points:
         raise InvalidArgumentError(
             f"--floor: expected all-reduces of the backend {_BACKEND} in {path}, found none; measure with "
-            f"mpirun -n N syncline bench --sizes 64K 64M --backends {_BACKEND} --json {path}"
+            f"mpirun -n {ranks} syncline bench --sizes 64K 64M --backends {_BACKEND} --json {path}"
+        )
+    if measured != ranks:
+        raise InvalidArgumentError(
+            f"--floor: expected measurements on {ranks} rank(s), as many as the trace has, found {measured} in {path}; measure "
+            f"with mpirun -n {ranks} syncline bench --sizes 64K 64M --backends {_BACKEND} --json {path}"
         )
     return Floor(tuple(sorted(points.items())))

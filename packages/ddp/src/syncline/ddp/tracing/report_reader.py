@@ -31,7 +31,8 @@ def is_in(folder: Path) -> bool:
 
 def text(folder: Path, arguments: argparse.Namespace) -> str:
     """Return tables of the ranks and the steps."""
-    return tables(read_timeline(folder), None if arguments.floor is None else read_floor(arguments.floor))
+    timeline = read_timeline(folder)
+    return tables(timeline, None if arguments.floor is None else read_floor(arguments.floor, timeline.size))
 
 
 def html(folder: Path, arguments: argparse.Namespace) -> str:
