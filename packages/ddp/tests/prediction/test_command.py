@@ -65,12 +65,19 @@ def test_the_command_prints_a_row_for_each_number_of_ranks_and_one_sentence(
     words = ["--network", NETWORK, "--ranks", "2..8", "--speed", "bf16=50", "--speed", "powersgd-4=10"]
     assert main(["predict", str(folder), *words]) == 0
     said = capsys.readouterr().out
-    assert "from a trace of 2 rank(s); 50 us and 1 Gbit/s between nodes, 1 rank(s) on each" in " ".join(said.split())
+    assert "from a trace of 2 of 2 rank(s); 50 us and 1 Gbit/s between nodes, 1 rank(s) on each" in " ".join(said.split())
     rows = [line.split() for line in said.splitlines()]
     # Two ranks: 8.49 ms from 15 on, 25.27 from 35 on: 60.27 + 40.
     assert ["2", "100.27", "25.27", "75", "%"] in [row[:5] for row in rows]
     assert [row[0] for row in rows if row and row[0].isdigit()] == ["2", "4", "8"]
     assert rows[-1][:5] == ["At", "8", "ranks", "the", "traced"]
+
+
+def test_ranks_without_a_file_are_not_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich", reason="rich is not installed: syncline-ddp[report]")
+    part_path(folder, 1).unlink()
+    assert main(["predict", str(folder), "--network", NETWORK, "--speed", "bf16=50", "--speed", "powersgd-4=10"]) == 0
+    assert "from a trace of 1 of 2 rank(s)" in capsys.readouterr().out
 
 
 def test_the_page_has_both_plots(folder: Path) -> None:

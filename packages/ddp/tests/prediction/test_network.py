@@ -44,7 +44,7 @@ def written(content: object, folder: Path) -> str:
     [("latency_us=50,bandwidth_gbps=10", 50e-6, 1.25e9), (" latency_us = 0 , bandwidth_gbps = 0.2 ", 0.0, 25e6)],
 )
 def test_in_words(text: str, latency_s: float, bandwidth: float) -> None:
-    assert link_in_words(text) == Link(pytest.approx(latency_s), pytest.approx(bandwidth))
+    assert link_in_words(text, "--network") == Link(pytest.approx(latency_s), pytest.approx(bandwidth))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_what_the_model_says_is_found_again(nodes: int, tmp_path: Path) -> None:
 def test_a_baseline_is_taken_only_if_it_is_asked_for(tmp_path: Path) -> None:
     path = written(figures(Link(80e-6, 90e6), 2), tmp_path)
     assert network_from(path, RING_BYTES, "raw-mpi").bandwidth == pytest.approx(10e6)
-    with pytest.raises(InvalidArgumentError, match=r"one of those .*raw-mpi, mpi; found 'gloo'"):
+    with pytest.raises(InvalidArgumentError, match=r"^--backend: expected one of those .*raw-mpi, mpi; found 'gloo'"):
         network_from(path, RING_BYTES, "gloo")
 
 
@@ -95,12 +95,22 @@ def test_no_latency_is_below_0(tmp_path: Path) -> None:
         (figures(Link(1e-6, 1e9), 2, ranks=4), r"4 rank\(s\) on 2 node\(s\)"),
         (figures(Link(1e-6, 1e9), 1, ranks=2), r"2 rank\(s\) on 1 node\(s\)"),
         (figures(Link(1e-6, 1e9), 2, sizes=[4, 1 << 20]), "of two sizes or more"),
-        (figures(Link(1e-6, 1e9), 2, backend="torch-gloo"), "expected all-reduces of a backend"),
+        (figures(Link(1e-6, 1e9), 2, backend="torch-gloo"), "^--network: expected all-reduces of a backend"),
     ],
 )
 def test_figures_of_something_else_are_refused(content: object, message: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         network_from(written(content, tmp_path), RING_BYTES)
+
+
+def test_a_backend_without_a_file_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"--backend: expected a file for --network, .*leave --backend mpi out"):
+        network_from("latency_us=50,bandwidth_gbps=10", RING_BYTES, "mpi")
+
+
+def test_the_option_with_the_wrong_link_is_named() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^--within: expected microseconds"):
+        link_in_words("fast", "--within")
 
 
 def test_a_missing_file_is_named() -> None:

@@ -10,6 +10,7 @@ from syncline.collectives import InvalidArgumentError
 from syncline.collectives.internal import AlgorithmThresholds
 
 from ..tracing.part import PATTERN
+from ..tracing.timeline import Timeline
 from ..tracing.trace_file import read_timeline
 from . import page
 from .compression import compressions
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.per_node < 1:
         raise InvalidArgumentError(f"--per-node: expected at least 1, found {arguments.per_node}")
     between = network_from(arguments.network, arguments.ring_bytes, arguments.backend)
-    model = CostModel(between, link_in_words(arguments.within), arguments.per_node, arguments.ring_bytes)
+    model = CostModel(between, link_in_words(arguments.within, "--within"), arguments.per_node, arguments.ring_bytes)
     speeds = dict(_speed(text) for text in arguments.speed)
     if not any(arguments.trace.glob(PATTERN)):
         raise InvalidArgumentError(
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     timeline = read_timeline(arguments.trace)
     found = forecast(workload_of(timeline), model, ranks, compressions(speeds))
-    print(tables(found, _in_words(timeline.size, between, arguments.per_node)))
+    print(tables(found, _in_words(timeline, between, arguments.per_node)))
     print(advice(found))
     if arguments.html is not None:
         page.write(found, arguments.html)
@@ -88,9 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _in_words(traced: int, between: Link, per_node: int) -> str:
+def _in_words(timeline: Timeline, between: Link, per_node: int) -> str:
     link = f"{1e6 * between.latency_s:.3g} us and {8e-9 * between.bandwidth:.3g} Gbit/s between nodes"
-    return f"from a trace of {traced} rank(s); {link}, {per_node} rank(s) on each"
+    return f"from a trace of {len(timeline.ranks)} of {timeline.size} rank(s); {link}, {per_node} rank(s) on each"
 
 
 def parse_ranks(text: str) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,15 @@ def network_from(text: str, ring_bytes: float, backend: str | None = None) -> Li
             `torch-gloo`).
 
     Raises:
-        InvalidArgumentError: the text is neither a link nor a path, or no link can be fitted to the file.
+        InvalidArgumentError: the text is neither a link nor a path, or no link can be fitted to the file. Or `backend` is
+            given, but no file.
     """
     if "=" in text:
-        return link_in_words(text)
+        if backend is not None:
+            raise InvalidArgumentError(
+                f"--backend: expected a file for --network, found {text!r}; leave --backend {backend} out"
+            )
+        return link_in_words(text, "--network")
     path = Path(text)
     try:
         figures = json.loads(path.read_text(encoding="utf-8"))
@@ -55,11 +60,11 @@ def network_from(text: str, ring_bytes: float, backend: str | None = None) -> Li
     return link_of_figures(figures, text, ring_bytes, backend)
 
 
-def link_in_words(text: str) -> Link:
-    """Return the link of a text such as "latency_us=50,bandwidth_gbps=10".
+def link_in_words(text: str, option: str) -> Link:
+    """Return the link of a text such as "latency_us=50,bandwidth_gbps=10", which the command line's `option` has.
 
     Raises:
-        InvalidArgumentError: the text has another form.
+        InvalidArgumentError: the text has another form. The error's text contains `option`.
     """
     match = _WORDS.fullmatch(text)
     try:
@@ -69,7 +74,7 @@ def link_in_words(text: str) -> Link:
         latency_us, bandwidth_gbps = -1.0, -1.0
     if not (0 <= latency_us < math.inf and 0 < bandwidth_gbps < math.inf):
         raise InvalidArgumentError(
-            "--network: expected microseconds of at least 0 and Gbit/s above 0, such as latency_us=50,bandwidth_gbps=10, "
+            f"{option}: expected microseconds of at least 0 and Gbit/s above 0, such as latency_us=50,bandwidth_gbps=10, "
             f"found {text!r}"
         )
     return Link(1e-6 * latency_us, 1e9 / 8 * bandwidth_gbps)
@@ -83,10 +88,12 @@ def link_of_figures(figures: Any, name: str, ring_bytes: float, backend: str | N
     """
     try:
         nodes, size = int(figures["environment"]["nodes"]), int(figures["environment"]["world_size"])
-        rows = [row for row in figures["measurements"] if row["collective"] == "all_reduce" and "median_s" in row]
-        backends = list(dict.fromkeys(str(row["backend"]) for row in rows))
-        chosen = _choose(backends, backend, name)
-        times = [AllReduceTime(row["size_bytes"], row["median_s"]) for row in rows if _is_of(row, chosen)]
+        times: dict[str, list[AllReduceTime]] = {}
+        for row in figures["measurements"]:
+            if row["collective"] == "all_reduce" and "median_s" in row:
+                of_backend = times.setdefault(str(row["backend"]), [])
+                if row["dtype"] == "float32" and int(row["size_bytes"]) >= LEAST_BYTES:
+                    of_backend.append(AllReduceTime(float(row["size_bytes"]), float(row["median_s"])))
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidArgumentError(f"{name} is no file of `syncline bench --json`: {type(error).__name__}: {error}") from error
     if size < 2 or nodes != size:
@@ -94,7 +101,7 @@ def link_of_figures(figures: Any, name: str, ring_bytes: float, backend: str | N
             f"--network: expected measurements with one rank on each of at least 2 nodes, found in {name} {size} rank(s) on "
             f"{nodes} node(s): measure so, or say latency_us=..,bandwidth_gbps=.."
         )
-    return fit(times, nodes, ring_bytes, name)
+    return fit(times[_choose(list(times), backend, name)], nodes, ring_bytes, name)
 
 
 def _choose(backends: Sequence[str], wanted: str | None, name: str) -> str:
@@ -106,10 +113,6 @@ def _choose(backends: Sequence[str], wanted: str | None, name: str) -> str:
             f"--network: expected all-reduces of a backend in {name}, found {', '.join(backends) or 'none'}"
         )
     return own[0] if wanted is None else wanted
-
-
-def _is_of(row: Mapping[str, Any], backend: str) -> bool:
-    return (row["backend"], row["dtype"]) == (backend, "float32") and int(row["size_bytes"]) >= LEAST_BYTES
 
 
 def fit(times: Sequence[AllReduceTime], nodes: int, ring_bytes: float, name: str) -> Link:
