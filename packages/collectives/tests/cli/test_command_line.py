@@ -186,6 +186,7 @@ def test_bench_draws(syncline, tmp_path: Path) -> None:
         (["--json", "no/such/folder.json"], "there is no folder"),
         (["--json", "/"], "cannot write /: it is a folder"),
         (["--plot", "figures.gossip"], "cannot write figures.gossip: expected one of the suffixes"),
+        (["--plot", "figures"], "cannot write figures: expected one of the suffixes"),
         (["--collective", "gossip"], "invalid choice: 'gossip'"),
     ],
 )
@@ -200,14 +201,22 @@ def test_bench_refuses(arguments: list[str], words: str, capsys: pytest.CaptureF
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_bench_writes_its_figures_although_it_cannot_print(python: list[str], tmp_path: Path) -> None:
-    options = ["--sizes", "4", "4", "--seconds", "0.01", "--dtypes", "int32", "int32", "--json", "figures.json"]
+    options = ["--sizes", "1", "4", "--seconds", "0.01", "--dtypes", "int32", "int32", "--json", "figures.json"]
     command = [*python, "-m", "syncline.collectives", "bench", *options]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S)
     assert "No space left on device" in done.stderr
-    # A dtype that is named twice is measured once.
+    # A dtype that is named twice is measured once. So are sizes that are equal after rounding.
     (measured,) = json.loads((tmp_path / "figures.json").read_text())["measurements"]
-    assert measured["dtype"] == "int32"
+    assert (measured["dtype"], measured["size_bytes"]) == ("int32", 4)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_bench_names_the_file_for_which_there_is_no_space(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--sizes", "4", "4", "--seconds", "0.01", "--json", "/dev/full"]) == 2
+    said = capsys.readouterr()
+    assert "syncline: cannot write /dev/full: No space left on device" in said.err
+    assert "all_reduce, float32" in said.out
 
 
 KILLED = """

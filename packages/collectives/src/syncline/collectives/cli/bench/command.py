@@ -97,6 +97,8 @@ def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
     subjects: list[Subject] = []
     try:
         _check_outputs(arguments, control)
+        # The smallest sizes may be equal after rounding, because each part has at least one element.
+        cases = list({(case.collective, case.dtype, case.true_bytes(control.size)): case for case in cases}.values())
         device = _device(arguments.device, control)
         for name in dict.fromkeys(names or default_subjects(control)):
             subjects.append(connect_subject(name, control))
@@ -241,10 +243,15 @@ def _print(measurements: list[Measurement], environment: dict[str, Any], verdict
 def _write(
     measurements: list[Measurement], environment: dict[str, Any], arguments: argparse.Namespace, verdicts: Sequence[str]
 ) -> None:
-    if arguments.json is not None:
-        _write_json(measurements, environment, arguments.json, verdicts)
-    if arguments.plot is not None:
-        save_plot(measurements, str(arguments.plot))
+    try:
+        path = arguments.json
+        if path is not None:
+            _write_json(measurements, environment, path, verdicts)
+        path = arguments.plot
+        if path is not None:
+            save_plot(measurements, str(path))
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _write_json(measurements: list[Measurement], environment: dict[str, Any], path: Path, verdicts: Sequence[str]) -> None:

@@ -185,8 +185,10 @@ def check_suffix(path: Path) -> None:
     from matplotlib.figure import Figure
 
     known = Figure().canvas.get_supported_filetypes()
-    if path.suffix and path.suffix[1:].lower() not in known:
-        raise InvalidArgumentError(f"cannot write {path}: expected one of the suffixes {', '.join(known)}, found {path.suffix}")
+    # Without a suffix, matplotlib would write a file of another name.
+    if path.suffix[1:].lower() not in known:
+        found = path.suffix or "none"
+        raise InvalidArgumentError(f"cannot write {path}: expected one of the suffixes {', '.join(known)}, found {found}")
 
 
 def save_plot(measurements: Sequence[Measurement], path: str) -> None:
