@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -73,6 +74,15 @@ def test_a_process_without_file_descriptors_takes_no_other_process_for_lost() ->
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for descriptor in held:
             os.close(descriptor)
+
+
+def test_a_process_whose_proc_shows_another_namespace_says_nothing_of_itself() -> None:
+    in_namespace = ("unshare", "--pid", "--fork")  # without `--mount-proc`, process 1 in /proc is another process
+    if shutil.which("unshare") is None or subprocess.run((*in_namespace, "true"), capture_output=True).returncode:
+        pytest.skip("this user cannot make a namespace of processes")
+    program = "from syncline.collectives.health.liveness import own_identity; print(own_identity())"
+    said = subprocess.run((*in_namespace, sys.executable, "-c", program), stdout=subprocess.PIPE, text=True, check=True)
+    assert said.stdout == "None\n"
 
 
 def test_a_text_of_it_is_read_again() -> None:

@@ -91,7 +91,7 @@ def has_ended(process: ProcessIdentity | None) -> bool:
 
 
 def own_identity() -> ProcessIdentity | None:
-    """Return the identity of this process, or None if there is no /proc."""
+    """Return the identity of this process. None if there is no /proc, or if /proc belongs to another PID namespace."""
     try:
         found, node = _stat(os.getpid()), _own_node()
     except OSError:
@@ -101,9 +101,13 @@ def own_identity() -> ProcessIdentity | None:
 
 @functools.cache
 def _own_node() -> str:
+    """Return the text for `ProcessIdentity.node`, or "" if this process cannot look at processes."""
     try:
+        # In a new PID namespace without a /proc of its own, /proc shows other processes under the numbers of this namespace.
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return ""
         return f"{socket.gethostname()}/{_BOOT_ID.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
-    # The system is not Linux, or has no /proc. `own_identity` then returns None.
+    # The system is not Linux, or has no /proc.
     except OSError:
         return ""
 
