@@ -60,6 +60,12 @@ def test_wildcards_are_refused(host: str) -> None:
         TCPStoreServer(host, secret=SECRET)
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_client_does_not_wait_for_a_server_at_a_wildcard(host: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="every address of this machine"):
+        TCPStore(host, 29500, secret=SECRET, timeout=1)
+
+
 def test_a_port_in_use_is_named() -> None:
     with (
         TCPStoreServer(secret=SECRET) as server,

@@ -6,13 +6,12 @@ import errno
 import socket
 import threading
 from datetime import timedelta
-from ipaddress import ip_address
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ...engine.cancel_scope import seconds
 from ...errors import InvalidArgumentError, StoreUnavailableError
-from .sockets import LONGEST_MESSAGE_BYTES, as_secret, endpoint, require_pyzmq
+from .sockets import LONGEST_MESSAGE_BYTES, as_secret, endpoint, refuse_wildcard, require_pyzmq
 
 if TYPE_CHECKING:
     import zmq
@@ -92,11 +91,7 @@ def _address(host: str, port: int) -> str:
         address = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0][4]
     except socket.gaierror as error:
         raise StoreUnavailableError(f"TCP store: {host!r} is not an address or a name that is known here: {error}") from error
-    if ip_address(str(address[0])).is_unspecified:
-        raise InvalidArgumentError(
-            f"host={host!r} means every address of this machine; a store listens on one. Give the address by which the other "
-            "processes reach this machine, or 127.0.0.1 if they all run on it"
-        )
+    refuse_wildcard(host, str(address[0]))
     return str(address[0])
 
 

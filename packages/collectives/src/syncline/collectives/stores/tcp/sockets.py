@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from ...errors import InvalidArgumentError, StoreUnavailableError
@@ -81,6 +82,19 @@ def require_pyzmq() -> None:
         raise StoreUnavailableError(
             f"a TCP store needs pyzmq, which {lack}: pip install pyzmq; or let the ranks meet in a "
             "folder (init_method 'file:///shared/folder'), which needs nothing"
+        )
+
+
+def refuse_wildcard(host: str, address: str) -> None:
+    """Raise an InvalidArgumentError if `address` stands for all addresses of a machine. `host` is what the caller gave."""
+    try:
+        is_wildcard = ip_address(address).is_unspecified
+    except ValueError:
+        is_wildcard = False  # a name
+    if is_wildcard:
+        raise InvalidArgumentError(
+            f"host={host!r} means every address of this machine; a store listens on one. Give the address by which the other "
+            "processes reach this machine, or 127.0.0.1 if they all run on it"
         )
 
 

@@ -13,7 +13,7 @@ from ...engine.cancel_scope import CancelScope
 from ...errors import InvalidArgumentError, StoreError, StoreTimeout
 from ..served import Op, ProtocolError, ServedStore, Status, pack, pack_seconds, unpack
 from ..store import as_key, as_keys, key_timeout, poll
-from .sockets import LONGEST_MESSAGE_BYTES, as_secret, require_pyzmq
+from .sockets import LONGEST_MESSAGE_BYTES, as_secret, refuse_wildcard, require_pyzmq
 
 if TYPE_CHECKING:
     from .connection import Connection
@@ -40,7 +40,7 @@ class TCPStore(ServedStore):
             start.
 
     Raises:
-        InvalidArgumentError: the secret is shorter than 16 bytes.
+        InvalidArgumentError: the secret is shorter than 16 bytes, or `host` is a wildcard, such as ``0.0.0.0``.
         StoreTimeout: no server accepted the connection in time.
         StoreAuthenticationError: the server has another secret.
         StoreUnavailableError: pyzmq is missing.
@@ -54,6 +54,7 @@ class TCPStore(ServedStore):
         self._host = host
         self._port = port
         self._secret = as_secret(secret)
+        refuse_wildcard(host, host)  # servers refuse a wildcard, so do not wait for one
         require_pyzmq()
         self._table_id = b""  # the identity of the server's table; not known before the first answer
         self._lock = threading.Lock()
