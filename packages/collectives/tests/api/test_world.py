@@ -54,6 +54,15 @@ CALLS = {
 }
 
 
+def test_a_job_of_torchrun_that_is_one_of_several_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**LAUNCHED, "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "left over"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SYNCLINE_PLACE", "")
+    with pytest.warns(UserWarning, match="OMPI_COMM_WORLD_SIZE=2: are there 2 trainings that do not know of each other"):
+        init_process_group()
+    assert get_world_size() == 1
+
+
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_before_init_and_after_destroy(call) -> None:
     with pytest.raises(NotInitializedError, match=r"init_process_group\(\) first \(and not after destroy"):

@@ -14,6 +14,7 @@ from syncline.collectives.startup.launch import (
     detect_launch,
     launch_by,
     parent_rank,
+    several_torchrun_jobs,
     take_launch,
 )
 
@@ -103,6 +104,26 @@ A_PMIX = Launch("PMIx", True, 3, None)
 )
 def test_environments(environ: dict[str, str], expected: Launch | None) -> None:
     assert detect_launch(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({**TORCHRUN, **MPICH}, "but PMI (MPICH, Intel MPI) says PMI_SIZE=2: are there 2 trainings"),
+        ({**TORCHRUN, **SRUN, "GROUP_WORLD_SIZE": "1"}, "but Slurm says SLURM_NTASKS=8: are there 8 trainings"),
+        ({**TORCHRUN, **SRUN, "GROUP_WORLD_SIZE": "8"}, None),
+        ({**TORCHRUN, **SRUN, "SLURM_NTASKS": "1"}, None),
+        ({**TORCHRUN, **SALLOC}, None),
+        ({**TORCHRUN, **PMIX}, None),
+        (TORCHRUN, None),
+        (SRUN, None),
+    ],
+)
+def test_torchrun_of_one_node_in_a_job_of_several_processes(environ: dict[str, str], words: str | None) -> None:
+    launch = detect_launch(environ)
+    assert launch is not None
+    found = several_torchrun_jobs(launch, environ)
+    assert found is None if words is None else words in (found or "")
 
 
 @pytest.mark.parametrize(

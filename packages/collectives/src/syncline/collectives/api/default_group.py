@@ -19,7 +19,7 @@ from ..forks import in_forks
 from ..group import ProcessGroup
 from ..health.report import latest_reporter
 from ..startup.backend import Backend, ConnectRequest, apply_to_process
-from ..startup.launch import check_init_method, launch_by, take_launch
+from ..startup.launch import check_init_method, launch_by, several_torchrun_jobs, take_launch
 from ..startup.nodes import host_identity, in_words
 from ..startup.registry import BackendChoice, choose_backend, load_backend, what_is_missing
 from ..startup.settings import load_settings
@@ -209,15 +209,13 @@ def init_process_group(
         raise
     print_failures_of_the_run(has_siblings=launch is not None)
     watch_for_note(latest_reporter())
-    # Only warn here, because a child process may train alone on purpose.
-    if (
-        not joins
-        and _default.size == 1
-        and launch is None
-        and world_size == -1
-        and multiprocessing.parent_process() is not None
-    ):
-        warnings.warn(_ALONE_AMONG_SIBLINGS, stacklevel=2)
+    # Only warn here, because a process may train alone on purpose.
+    if not joins and _default.rank == 0 and world_size == -1:
+        warning = None if launch is None else several_torchrun_jobs(launch, os.environ)
+        if launch is None and _default.size == 1 and multiprocessing.parent_process() is not None:
+            warning = _ALONE_AMONG_SIBLINGS
+        if warning is not None:
+            warnings.warn(warning, stacklevel=2)
     logger.info("rank %d of %d: host %s, pid %d", _default.rank, _default.size, socket.gethostname(), os.getpid())
     if _default.rank == 0:
         logger.info("%d rank(s) over %s (%s)", _default.size, _default.describe(), choice.reason)

@@ -154,6 +154,26 @@ def detect_launch(environ: Mapping[str, str], *, is_given: bool = False) -> Laun
     return replace(launches[0], world_size=launches[-1].world_size)
 
 
+def several_torchrun_jobs(launch: Launch, environ: Mapping[str, str]) -> str | None:
+    """Return a warning if torchrun's job has one node, but another launcher has started several processes; else None.
+
+    This function is pure. Then each of the processes is, or has started, a training of its own. This may be on purpose. Or
+    torchrun lacks the options for several nodes, or one of the two launchers has left its variables in the environment.
+    """
+    if launch.launcher != _TORCHRUN.launcher or environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        return None
+    outer = next((row for row in (*_OF_AN_MPI, *_OF_A_MANAGER) if _is_set(row, environ)), None)
+    size = None if outer is None else _number_if_plain(outer.world_size or "", environ)
+    if outer is None or size is None or size < 2:
+        return None
+    return (
+        f"torchrun started this process in a job of one node, but {outer.launcher} says {outer.world_size}={size}: are there "
+        f"{size} trainings that do not know of each other? For one training on all nodes pass --nnodes and --rdzv-endpoint to "
+        "torchrun. If variables are left over, unset them: those of the other launcher, or TORCHELASTIC_RUN_ID, RANK and "
+        "WORLD_SIZE"
+    )
+
+
 def is_own_run_id(run_id: str) -> bool:
     """Return whether `syncline run`, and not torchrun, has made this value of TORCHELASTIC_RUN_ID. A pure function."""
     return _OWN_RUN_ID.fullmatch(run_id) is not None
