@@ -148,7 +148,7 @@ def _probe(host: str, port: int, scope: CancelScope) -> str:
     """Return the first address of `host` that accepts connections, in ZeroMQ's format.
 
     Raises:
-        ProtocolError: another program uses this port.
+        ProtocolError: another program uses this port, or the server is stopped.
         OSError: no address accepts connections.
     """
     # Try a plain connection first, and throw it away: ZeroMQ makes the real connection, but does not say why one fails.
@@ -161,7 +161,10 @@ def _probe(host: str, port: int, scope: CancelScope) -> str:
         except TimeoutError:
             if scope.is_over():
                 raise TimeoutError("it took the connection and said nothing") from None
-            raise ProtocolError(f"it says nothing for {GREETING_S:g} s") from None
+            raise ProtocolError(
+                f"it says nothing for {GREETING_S:g} s. If it is rank 0 of this job, that process is stopped (by a signal or a "
+                "debugger), or has no file descriptor left (`ulimit -n`)"
+            ) from None
         if first not in (_FIRST_BYTE, b""):  # an empty answer comes from a server that is about to end
             raise ProtocolError(f"it begins with {first!r}")
         number, _ = socket.getnameinfo(plain.getpeername(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)

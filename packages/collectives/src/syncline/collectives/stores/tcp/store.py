@@ -204,6 +204,6 @@ class TCPStore(ServedStore):
             raise other_secret(self.describe()) from error
         except ProtocolError as error:
             raise StoreError(
-                f"{self.describe()}: the program that listens there is not a store of this version of Syncline. If it is "
-                f"another program, give another port: {error}"
+                f"{self.describe()}: the program that listens there does not answer as a store of this version of Syncline: "
+                f"{error}. If it is another program, give another port"
             ) from error
