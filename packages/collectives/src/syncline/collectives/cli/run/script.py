@@ -62,7 +62,7 @@ def _file(name: str) -> Script:
         source = path.read_bytes()
     except OSError as error:
         hint = "; torchrun's place is taken by `syncline run`: leave it out" if path.name == "torchrun" else ""
-        raise ScriptError(f"cannot open {name!r} in {os.getcwd()}: {error.strerror}{hint}", 2) from error
+        raise ScriptError(f"cannot open {name!r} in {_working_folder()}: {error.strerror}{hint}", 2) from error
     _set_first_path(os.path.dirname(os.path.realpath(name)))
     absolute = os.path.abspath(name)
     attributes = {"__file__": absolute, "__cached__": None, "__spec__": None, "__package__": None}
@@ -73,7 +73,8 @@ def _file(name: str) -> Script:
 def _module(name: str) -> Script:
     if name.split(".")[:2] == ["torch", "distributed"] and name.rpartition(".")[2] in ("run", "launch"):
         raise ScriptError(f"torchrun's place is taken by `syncline run`: leave `-m {name}` out, with its options")
-    _set_first_path(os.getcwd())
+    folder = _working_folder()
+    _set_first_path(folder)
     spec = _find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         name = f"{name}.__main__"
@@ -81,7 +82,7 @@ def _module(name: str) -> Script:
     get_code = getattr(spec and spec.loader, "get_code", None)
     code = None if spec is None or get_code is None else get_code(spec.name)
     if spec is None or code is None:
-        raise ScriptError(f"no module named {name}, looked for from {os.getcwd()}")
+        raise ScriptError(f"no module named {name}, looked for from {folder}")
     attributes = {
         "__file__": spec.origin,
         "__cached__": spec.cached,
@@ -90,6 +91,13 @@ def _module(name: str) -> Script:
         "__loader__": spec.loader,
     }
     return Script(code, spec.origin or name, attributes)
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise ScriptError("the working directory does not exist any more: change to another folder (`cd`)") from error
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
