@@ -95,6 +95,12 @@ ROWS = {
         "PMI_RANK=1 and RANK=0",
         "clean the environment",
     ),
+    "a job of torchrun among others": (
+        lambda: d.launcher([replace(FINE, launch_warning="are there 2 trainings")]),
+        Status.WARN,
+        "are there 2 trainings",
+        "start one job",
+    ),
     "little /dev/shm": (
         lambda: d.memory([replace(FINE, shm_total_bytes=16 * MIB, shm_free_bytes=2 * MIB)]),
         Status.WARN,

@@ -80,6 +80,8 @@ def launcher(ranks: Observations) -> Finding:
     first = ranks[0]
     if first.launcher is None:
         return ok("launcher", "none: this process is alone (start with mpirun, mpiexec, srun or torchrun for more)")
+    if first.launch_warning is not None:
+        return Finding("launcher", Status.WARN, first.launch_warning, "clean the environment, or start one job")
     size = "an unknown number of" if first.launch_world_size is None else str(first.launch_world_size)
     return ok("launcher", f"{first.launcher}, {size} process(es)")
 

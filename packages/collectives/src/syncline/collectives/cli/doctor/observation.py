@@ -15,7 +15,7 @@ import torch
 
 from ...api.placement import visible_devices
 from ...errors import LaunchError, SynclineError
-from ...startup.launch import Launch, detect_launch, tolerates_faults
+from ...startup.launch import Launch, detect_launch, several_torchrun_jobs, tolerates_faults
 from ...startup.nodes import HostIdentity, host_identity
 from ...startup.settings import SITE_VARIABLE, load_settings, site_path
 from ...transports.shared_memory.memory_limit import Limit, memory_limits
@@ -51,6 +51,7 @@ class Observation:
         software: names and versions of the software that must be the same on every rank.
         launcher: the name of the launcher, such as "Slurm"; None without a launcher.
         launch_problem: an error in the launcher's variables; None if there is no error.
+        launch_warning: the reason why the ranks may be parts of several jobs; None if there is no reason.
         launch_world_size: the number of processes according to the launcher; None if unknown.
         launch_is_mpi: whether the launcher starts MPI programs.
         mpi: facts about the MPI library; None if MPI does not run in this process.
@@ -87,6 +88,7 @@ class Observation:
     cupy: str | None = None
     nccl: str | None = None
     cuda_aware: str | None = None
+    launch_warning: str | None = None
     launch_is_mpi: bool = True
     tolerates_faults: bool = False
     has_fence: bool = True
@@ -107,6 +109,7 @@ def observe(
         software=_software(),
         launcher=None if launch is None else launch.launcher,
         launch_problem=problem,
+        launch_warning=None if launch is None else several_torchrun_jobs(launch, environ),
         launch_world_size=None if launch is None else launch.world_size,
         launch_is_mpi=launch is not None and launch.is_mpi,
         mpi=_mpi(),
