@@ -96,9 +96,9 @@ ROWS = {
         "clean the environment",
     ),
     "a job of torchrun among others": (
-        lambda: d.launcher([replace(FINE, launch_warning="are there 2 trainings")]),
+        lambda: d.launcher([replace(FINE, launch_warning="there may be 2 trainings")]),
         Status.WARN,
-        "are there 2 trainings",
+        "there may be 2 trainings",
         "start one job",
     ),
     "little /dev/shm": (

@@ -167,10 +167,10 @@ def several_torchrun_jobs(launch: Launch, environ: Mapping[str, str]) -> str | N
     if outer is None or size is None or size < 2:
         return None
     return (
-        f"torchrun started this process in a job of one node, but {outer.launcher} says {outer.world_size}={size}: are there "
-        f"{size} trainings that do not know of each other? For one training on all nodes pass --nnodes and --rdzv-endpoint to "
-        "torchrun. If variables are left over, unset them: those of the other launcher, or TORCHELASTIC_RUN_ID, RANK and "
-        "WORLD_SIZE"
+        f"torchrun started this process in a job of one node, but {outer.launcher} says {outer.world_size}={size}, so there "
+        f"may be {size} trainings that do not know of each other\n"
+        "For one training on all nodes pass --nnodes and --rdzv-endpoint to torchrun. If variables are left over, unset them: "
+        "those of the other launcher, or TORCHELASTIC_RUN_ID, RANK and WORLD_SIZE"
     )
 
 
