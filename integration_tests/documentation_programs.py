@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,4 +24,5 @@ def run(page: Path) -> None:
 
 for path in sys.argv[1:]:
     run(Path(path))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a page sets it
     print(f"ran {path}\n", end="", flush=True)

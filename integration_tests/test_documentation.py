@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,14 @@ ON_TWO_RANKS = [page for page in [*READMES, *PAGES] if page.name not in ALONE]
 LIMIT_S = 240.0
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(2 * LIMIT_S + 60)]
+
+
+@pytest.fixture(autouse=True)
+def kept_handler() -> Iterator[None]:
+    """Restores the action of SIGTERM, which a page sets."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)

@@ -305,6 +305,36 @@ def test_time_limit_and_killed_ranks(cluster: SlurmCluster, submit, open_mpi) ->
     assert limited.has_checkpoint()
 
 
+# Sends SIGTERM when Python has restored the default actions of the signals.
+LATE = """
+import os, signal
+class Last:
+    def __del__(self, send=os.kill, process=os.getpid(), number=signal.SIGTERM, write=os.write):
+        write(1, b"asked late\\n")
+        send(process, number)
+last = Last()
+"""
+RESUMING = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGE.with_name("resume.md").read_text())[-1]
+
+
+@pytest.mark.parametrize(
+    ("script", "step", "said"),
+    [
+        (SCRIPTS["train.py"], "    step += 1\n", "asked to end after step 1\n"),
+        (RESUMING, "    stop = told_to_stop.clone()\n", ""),
+    ],
+    ids=["slurm", "resume"],
+)
+def test_a_late_signal_does_not_kill_a_rank_that_ends(script: str, step: str, said: str, tmp_path: Path) -> None:
+    """Slurm signals each node by itself. So a rank of one node may make the others end before their own signals come."""
+    before, after = script.split(step)
+    (tmp_path / "train.py").write_text(f"{LATE}{before}{step}    os.kill(os.getpid(), signal.SIGTERM)\n{after}")
+    words = [sys.executable, "train.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=JOB_S)
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+    assert done.stdout.endswith(f"{said}asked late\n"), done.stdout
+
+
 def test_a_node_fails(cluster: SlurmCluster, submit, open_mpi) -> None:
     job = submit("no-kill.sbatch", STEPS=FOR_EVER, **open_mpi)
     job.wait_for_checkpoint()
