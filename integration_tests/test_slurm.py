@@ -26,6 +26,8 @@ _BEFORE, _AFTER = SCRIPTS["train.py"].split("    step += 1\n")
 SCRIPTS["train.py"] = f"import time\n{_BEFORE}    step += 1\n    time.sleep(0.02)\n{_AFTER}"
 GALLERY = PAGE.parent.parent.parent / "examples"
 SCRIPTS |= {path.name: path.read_text() for path in (*GALLERY.glob("*.py"), *GALLERY.glob("slurm/*.sbatch"))}
+(_ASK,) = re.findall(r"`(scancel --signal=USR1[^`]*) JOB`", PAGE.with_name("find-a-hang.md").read_text())
+ASK_FOR_REPORTS = _ASK.split()
 PYTHON = Path(sys.executable).parent
 FOR_EVER = str(10**9)
 JOB_S = 120.0  # to load torch, and the time limit of train.py: a group that waits for a rank names it
@@ -287,11 +289,15 @@ def test_a_part_of_the_ranks_and_ranks_without_mpi(cluster: SlurmCluster, tmp_pa
 def test_time_limit_and_killed_ranks(cluster: SlurmCluster, submit, open_mpi) -> None:
     """Slurm checks time limits every half minute. Meanwhile another job loses its ranks, and restarts.
 
+    First the ranks are asked for reports: the job goes on.
     The limit is shortened when the ranks train: an earlier signal would kill them, as any program without a handler.
     """
-    limited = submit("time-limit.sbatch", STEPS=FOR_EVER, **open_mpi)
+    limited = submit("time-limit.sbatch", STEPS=FOR_EVER, SYNCLINE_REPORT_DIR=".", **open_mpi)
     again = submit("again.sbatch", STEPS=FOR_EVER, **open_mpi)
     limited.wait_for_checkpoint()
+    cluster.call(*ASK_FOR_REPORTS, limited.id)
+    for rank in (0, 1):
+        limited.wait_for(f"rank {rank} has written its report")
     cluster.call("scontrol", "update", f"jobid={limited.id}", "timelimit=5")
     again.wait_for_checkpoint()
     cluster.call("scancel", "--signal=KILL", f"{again.id}.0")

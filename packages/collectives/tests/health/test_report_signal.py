@@ -157,6 +157,20 @@ print("passed")
     assert said == ""
 
 
+def test_a_signal_at_the_end_of_the_process_is_ignored(run) -> None:
+    """Python has restored the default actions by then, but MPI_Finalize may still wait for other ranks."""
+    run(
+        """
+class Last:
+    def __del__(self, send=os.kill, process=os.getpid(), number=signal.SIGUSR1, write=os.write):
+        send(process, number)
+        write(1, b"passed\\n")
+last = Last()
+assert report_on_signal(Reporter("today", 0, 1, sys.argv[1]))
+""",
+    )
+
+
 def test_nobody_listens_to_a_pipe_that_is_closed() -> None:
     heard, told = os.pipe()
     os.close(told)

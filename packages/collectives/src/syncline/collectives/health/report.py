@@ -497,6 +497,15 @@ class _OnSignal:
             _say(f"syncline: rank {self.reporter.rank} has written its report to {folder}")
 
 
+@atexit.register
+def _ignore_signal() -> None:
+    # After the exit functions, Python restores the default action of each signal that has a handler. But MPI_Finalize may still
+    # wait for other ranks then, and SIGUSR1 would end this process. Python leaves ignored signals alone.
+    is_main = threading.current_thread() is threading.main_thread()  # `os._exit` in a thread may call this function
+    if is_main and _ours is not None and _ours.is_set():
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
 _ours: _OnSignal | None = None
 _latest: Reporter | None = None
 
