@@ -86,6 +86,24 @@ def test_a_signal_reaches_the_program(preloaded: list[str], tmp_path: Path) -> N
         assert process.wait(60) == 5
 
 
+ENDS = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(flush=True)
+time.sleep(0.3)
+os._exit(5)
+"""
+
+
+def test_signals_at_the_end_of_the_program_do_not_change_its_status(preloaded: list[str], tmp_path: Path) -> None:
+    with started(preloaded, tmp_path, ENDS) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        while process.poll() is None:
+            process.terminate()
+        assert process.returncode == 5
+
+
 def test_who_is_killed_takes_the_program_along(preloaded: list[str], tmp_path: Path) -> None:
     with started(preloaded, tmp_path, WAITS) as process:
         assert process.stdout is not None

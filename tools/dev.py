@@ -702,7 +702,12 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 def exit_on_sigterm() -> None:
     """Exit on SIGTERM, and end the parts on the way: they have their own sessions, which the signal does not reach."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+    def leave(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the end of the parts
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def main() -> None:
         for number in numbers:
             os.close(number)  # as the program may
         for number in SENT_ON:
-            signal.signal(number, lambda number, _: server.send(str(number).encode()))
+            signal.signal(number, lambda number, _: send_on(server, number))
         status = int(server.recv(64) or -signal.SIGKILL)
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -38,6 +38,13 @@ def main() -> None:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
+
+
+def send_on(server: socket.socket, number: int) -> None:
+    try:
+        server.send(str(number).encode())
+    except OSError:
+        pass  # the program has ended, and the server or this process has closed the connection
 
 
 if __name__ == "__main__":

@@ -103,11 +103,17 @@ def test_an_interrupt_within_a_start_loses_no_process(run: Callable[[str], objec
     assert not _is_there(*started)
 
 
-def test_a_signal_to_dev_ends_what_it_started(tmp_path: Path) -> None:
+def test_a_signal_to_dev_ends_what_it_started_even_if_the_signal_is_repeated(tmp_path: Path) -> None:
     started = tmp_path / "started"
-    program = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
+    program = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda number, _: os.kill(os.getppid(), number))
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
     script = f"""
-import dev, sys
+import commands, dev, sys
+commands.GRACE_S = 3.0
 from side_by_side import Job, run_side_by_side
 dev.unit = lambda options: run_side_by_side([Job("long", (sys.executable, "-c", {program!r}, {str(started)!r}))], 1)
 dev.exit_on_sigterm()
