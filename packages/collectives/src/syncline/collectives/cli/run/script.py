@@ -8,9 +8,10 @@ import sys
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 
 class ScriptError(Exception):
@@ -32,6 +33,8 @@ class Script:
 
 def find_script(name: str, *, is_module: bool) -> Script:
     """Find and compile the script, and put its folder first in `sys.path`.
+
+    The script may also be a folder or a zip file that has a `__main__.py`.
 
     With `is_module`, `name` is the name of a module. Then the current folder comes first, and the `__init__` of the module's
     packages runs, as with `python -m`.
@@ -56,8 +59,8 @@ def run_script(script: Script, arguments: Sequence[str]) -> None:
 
 def _file(name: str) -> Script:
     path = Path(name)
-    if path.is_dir():
-        raise ScriptError(f"{name} is a folder; name a file, or `-m` and a package")
+    if path.is_dir() or is_zipfile(path):
+        return _folder_or_zip(name)
     try:
         source = path.read_bytes()
     except OSError as error:
@@ -67,7 +70,23 @@ def _file(name: str) -> Script:
     absolute = os.path.abspath(name)
     attributes = {"__file__": absolute, "__cached__": None, "__spec__": None, "__package__": None}
     loader = SourceFileLoader("__main__", absolute)
-    return Script(compile(source, absolute, "exec", dont_inherit=True), name, {**attributes, "__loader__": loader})
+    try:
+        code = compile(source, absolute, "exec", dont_inherit=True)
+    except ValueError as error:  # zero bytes, before Python 3.12
+        raise ScriptError(f"{name} is no Python script: {error}") from error
+    return Script(code, name, {**attributes, "__loader__": loader})
+
+
+def _folder_or_zip(name: str) -> Script:
+    spec = PathFinder.find_spec("__main__", [name])
+    code = None if spec is None else _code_of(spec)
+    if spec is None or code is None:
+        raise ScriptError(f"{name} has no __main__.py; name a file, or `-m` and a package")
+    if getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, name)  # `python -P` leaves out folders of scripts, but not this name
+    else:
+        sys.path[0] = name
+    return Script(code, name, {**_attributes(spec), "__package__": ""})
 
 
 def _module(name: str) -> Script:
@@ -79,18 +98,25 @@ def _module(name: str) -> Script:
     if spec is not None and spec.submodule_search_locations is not None:
         name = f"{name}.__main__"
         spec = _find_spec(name)
-    get_code = getattr(spec and spec.loader, "get_code", None)
-    code = None if spec is None or get_code is None else get_code(spec.name)
+    code = None if spec is None else _code_of(spec)
     if spec is None or code is None:
         raise ScriptError(f"no module named {name}, looked for from {folder}")
-    attributes = {
+    return Script(code, spec.origin or name, _attributes(spec))
+
+
+def _code_of(spec: ModuleSpec) -> types.CodeType | None:
+    get_code = getattr(spec.loader, "get_code", None)
+    return None if get_code is None else get_code(spec.name)
+
+
+def _attributes(spec: ModuleSpec) -> dict[str, Any]:
+    return {
         "__file__": spec.origin,
         "__cached__": spec.cached,
         "__spec__": spec,
         "__package__": spec.parent,
         "__loader__": spec.loader,
     }
-    return Script(code, spec.origin or name, attributes)
 
 
 def _working_folder() -> str:
