@@ -190,8 +190,13 @@ def test_a_frozen_parameter_takes_hooks(is_frozen: bool) -> None:
     assert len(seen) == 1
 
 
-def test_the_accumulation_node_is_the_one_that_backward_executes() -> None:
-    parameter = torch.nn.Parameter(torch.ones(2))
+class Marked(torch.Tensor):
+    """Results of torch's functions have this type, too, so each of them has one node more."""
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, Marked])
+def test_the_accumulation_node_is_the_one_that_backward_executes(kind: type[torch.Tensor]) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2).as_subclass(kind))
     with torch.inference_mode():
         node = accumulation_node(parameter)
     assert accumulation_node(parameter) is node

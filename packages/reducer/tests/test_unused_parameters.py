@@ -77,6 +77,25 @@ def test_average_counts_zeros_of_ranks_that_do_not_use_it(world_size: int, as_vi
     run_ranks(world_size, body)
 
 
+class Marked(torch.Tensor):
+    """Results of torch's functions have this type, too."""
+
+
+def test_parameters_of_a_subclass_of_tensors_may_be_unused() -> None:
+    def body(group: ProcessGroup) -> list[torch.Tensor | None]:
+        named = [(name, torch.nn.Parameter(torch.ones(2).as_subclass(Marked))) for name in ("a", "b", "c")]
+        reducer = Reducer(named, group, find_unused_parameters=True)
+        (_, a), (_, b), (_, c) = named
+        for _ in range(2):
+            a.grad = b.grad = None
+            reducer.prepare_for_backward()
+            ((a if group.rank == 0 else b) * 2).sum().backward()
+        return [a.grad, b.grad, c.grad]
+
+    for a, b, c in run_ranks(2, body):
+        assert (a.tolist(), b.tolist(), c) == ([1.0, 1.0], [1.0, 1.0], None)
+
+
 @pytest.mark.parametrize("as_view", VIEWS)
 def test_gradients_that_nobody_uses_keep_their_bits(as_view: bool) -> None:
     """A third of three times x is not always x, so what is left alone must not come back from the reduction."""

@@ -75,7 +75,8 @@ def accumulation_node(parameter: torch.nn.Parameter) -> GraphNode:
     A caller that hooks the node must keep a reference to the node. Otherwise autograd makes a new node. A change of dtype or
     device also gives the parameter another node.
     """
-    with torch.inference_mode(False), hookable(parameter):
+    # A parameter of a subclass of Tensor may wrap the results of torch's functions, and so hide its node.
+    with torch.inference_mode(False), hookable(parameter), torch._C.DisableTorchFunctionSubclass():
         return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
