@@ -785,6 +785,11 @@ def all_frozen() -> torch.nn.Module:
             id="expanded",
         ),
         pytest.param(
+            torch.inference_mode()(lambda: torch.nn.Linear(2, 2)),
+            r"parameter 'weight' was made in torch\.inference_mode\(\), so no optimizer can write it",
+            id="inference mode",
+        ),
+        pytest.param(
             lambda: with_tensors(torch.arange(6.0).as_strided((4, 3), (1, 1))),
             "buffer 'table' has elements that share memory, so it cannot be written",
             id="overlapping buffer",
@@ -844,6 +849,29 @@ def test_what_nobody_writes_is_not_refused() -> None:
 
     run_ranks(2, body)
     run_ranks(1, lambda group: DistributedDataParallel(torch.nn.SyncBatchNorm(2), process_group=group))
+
+
+def test_buffers_and_frozen_parameters_of_inference_mode_are_those_of_rank_0() -> None:
+    class Shifted(torch.nn.Linear):
+        def __init__(self, rank: int) -> None:
+            super().__init__(2, 2)
+            with torch.inference_mode():
+                self.register_buffer("table", torch.full((2,), float(rank)))
+                self.shift = torch.nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs) + self.shift + self.table
+
+    def body(group: ProcessGroup) -> list[list[float]]:
+        module = Shifted(group.rank)
+        model = DistributedDataParallel(module, process_group=group)
+        for _ in range(2):
+            with torch.inference_mode():
+                module.get_buffer("table").fill_(group.rank)
+            model(torch.ones(1, 2)).sum().backward()
+        return [module.get_buffer("table").tolist(), module.shift.tolist()]
+
+    assert run_ranks(2, body) == [[[0.0] * 2, [0.0] * 2]] * 2
 
 
 def test_buffers_whose_elements_are_repeated_are_those_of_rank_0() -> None:

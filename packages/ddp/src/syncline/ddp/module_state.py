@@ -73,7 +73,8 @@ class ModuleState:
 
         Raises:
             MisuseError: a tensor is not initialised yet (lazy modules), is a DTensor, is sparse, is on a device that the
-                group's backend cannot use, or has elements that share memory. The text names the tensor.
+                group's backend cannot use, or has elements that share memory. Or a parameter that requires a gradient was made
+                in inference mode. The text names the tensor.
         """
         for name, parameter in self.parameters():
             problem = _problem(parameter, group)
@@ -83,6 +84,11 @@ class ModuleState:
                 problem = (
                     "has elements that share memory (such as `expand` makes), so no optimizer can write it; make it of "
                     "`tensor.clone()`"
+                )
+            if problem is None and parameter.requires_grad and parameter.is_inference():
+                problem = (
+                    "was made in torch.inference_mode(), so no optimizer can write it; make the model outside of that mode, "
+                    "such as in torch.no_grad()"
                 )
             if problem is not None:
                 raise MisuseError(f"parameter '{name}' {problem}")
