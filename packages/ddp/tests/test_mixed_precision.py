@@ -350,6 +350,17 @@ def test_a_hook_beside_a_dtype_to_reduce_in_is_refused() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_layers_are_refused_by_name_unless_they_have_nothing_to_cast() -> None:
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(3, 2), torch.jit.script(torch.nn.Linear(2, 2)), torch.jit.script(torch.nn.Tanh())
+    )
+    with pytest.raises(MisuseError, match=r"layer '1' is a ScriptModule, whose parameters mixed_precision cannot replace"):
+        with_ddp(lambda ddp: None, layers)
+    with_ddp(lambda ddp: ddp(torch.ones(1, 3)).sum().backward(), torch.nn.Sequential(layers[0], layers[2]))
+
+
+@pytest.mark.ranks
 def test_sparse_gradients_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"averages in torch\.bfloat16 dense gradients only: use sparse=False"):
         with_ddp(lambda ddp: None, torch.nn.Embedding(3, 2, sparse=True))

@@ -83,11 +83,13 @@ class LowPrecision:
         dtype: the dtype of the computation. Floating point inputs are cast to this dtype.
 
     Raises:
-        MisuseError: this version of torch lacks private parts that are necessary.
+        MisuseError: this version of torch lacks private parts that are necessary. Or the module has a ScriptModule with
+            parameters to cast.
     """
 
     def __init__(self, state: ModuleState, dtype: torch.dtype) -> None:
         check_low_precision(list(state.module.modules()))
+        _refuse_scripts(state)
         self._state = state
         self._dtype = dtype
         self._has_warned = False
@@ -219,6 +221,16 @@ class LowPrecision:
             self._threads_inside.remove(thread)
 
         call_at_end_of_backward(_Once(leave))
+
+
+def _refuse_scripts(state: ModuleState) -> None:
+    ignored = state.ignored_parameters()
+    for name, part in state.module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and any(id(p) not in ignored for p in part.parameters(recurse=False)):
+            raise MisuseError(
+                f"layer '{name}' is a ScriptModule, whose parameters mixed_precision cannot replace: use torch.autocast, or "
+                "leave the layer unscripted"
+            )
 
 
 class _Cast(torch.nn.Parameter):
