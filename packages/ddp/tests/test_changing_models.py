@@ -234,6 +234,51 @@ def test_a_frozen_part_that_is_thawed_is_averaged_from_the_next_backward_on(opti
     run_ranks(2, body)
 
 
+class ChangesItself(nn.Module):
+    """Its forward makes a layer, or unfreezes one."""
+
+    def __init__(self, *, makes: bool) -> None:
+        super().__init__()
+        self.first, self.second = linear(3, 2, 0), None if makes else linear(3, 2, 1).requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        if self.second is None:
+            self.second = linear(3, 2, 1)
+        self.second.requires_grad_(True)
+        return self.first(inputs) + self.second(inputs)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("makes", [True, False], ids=["makes", "unfreezes"])
+def test_a_gradient_of_a_parameter_that_forward_adds_or_unfreezes_is_refused(options: dict[str, Any], makes: bool) -> None:
+    """It would stay the rank's own."""
+
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(ChangesItself(makes=makes), process_group=group, **options)
+        with pytest.raises(
+            MisuseError, match=r"parameter 'second\.(weight|bias)' was added or unfrozen within forward on rank"
+        ):
+            step_of(ddp, group.rank, 0)
+        inner(ddp).zero_grad()
+        again = DistributedDataParallel(inner(ddp), process_group=group, **options)
+        del ddp
+        for step in range(2):
+            torch.testing.assert_close(step_of(again, group.rank, step), averages(ChangesItself(makes=makes), 2, step))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_layers_that_a_forward_without_backward_makes_are_averaged(options: dict[str, Any]) -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(ChangesItself(makes=True), process_group=group, **options)
+        ddp(torch.ones(1, 3, dtype=torch.float64))
+        for step in range(2):
+            torch.testing.assert_close(step_of(ddp, group.rank, step), averages(ChangesItself(makes=True), 2, step))
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_part_that_is_frozen_is_left_out_until_it_is_thawed(options: dict[str, Any], after: int) -> None:

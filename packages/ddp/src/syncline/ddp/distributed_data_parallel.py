@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup, exchange_objects
 from syncline.collectives.internal import disable_dynamo, disable_dynamo_here
 from syncline.reducer import GradBucket, IterationStatistics, Reducer, telling_the_others, verify_same_options
-from syncline.reducer.torch_internals import hookable
+from syncline.reducer.torch_internals import hookable, version_of
 
 from . import arguments, logging_data, torch_internals
 from .bucket_tuning import BucketTuning, check_can_tune, measuring_caps
@@ -59,6 +59,7 @@ _OF_THIS_PROCESS = frozenset(
         "_replica_check",
         "_average_hooks",
         "_bucket_tuning",
+        "_unaveraged",
         "_requires_grad_sync",
     }
 )
@@ -129,6 +130,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     _uneven_inputs: UnevenInputs | None = None
     _requires_grad_sync = True
     _has_warned_of_hooks = False
+    # Parameters that the latest forward has added or unfrozen. For each: its name, and its gradient and the gradient's version
+    # at the end of the forward.
+    _unaveraged: Sequence[tuple[str, torch.nn.Parameter, tuple[torch.Tensor, int] | None]] = ()
 
     def __init__(
         self,
@@ -331,6 +335,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         If the module has changed and `init_sync` is True, this is a collective.
         """
         watch = self._watch
+        self._forget_new_parameters()
         if not watch.has_changed():
             if watch.has_sign:  # parameters may have been converted, and converted back: then they have new nodes
                 refuse_layers_that_see_one_rank(self.module, self._group)  # a new layer may have no parameters
@@ -424,6 +429,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._buffer_sync.note_modes(outputs, self._reducer.reductions)
         pending += self._buffer_sync.after_forward()
         self._buffer_sync.forward_ended(will_reduce)
+        if will_reduce:
+            self._note_new_parameters()
         if trains and will_reduce:
             statistics = self._reducer.statistics
             if not statistics.backward_started:  # a checkpoint may run the forward again, within its backward
@@ -432,6 +439,32 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         # No backward of this forward waits for the futures of the buffer hook, so wait here.
         elif pending:
             torch.futures.wait_all(pending)
+
+    def _note_new_parameters(self) -> None:
+        """If the forward has added or unfrozen parameters, look after its backward whether one of them has got a gradient.
+
+        The reducer learns of these parameters only before the next forward, so it does not average this gradient.
+        """
+        new = self._watch.new_within_forward()
+        if new and not self._unaveraged:
+            self._unaveraged = [(name, p, None if p.grad is None else (p.grad, version_of(p.grad))) for name, p in new]
+            self._tell(self._check_new_parameters)
+
+    def _check_new_parameters(self, _: object) -> None:
+        unaveraged = self._unaveraged
+        self._forget_new_parameters()
+        for name, parameter, before in unaveraged:
+            gradient = parameter.grad
+            if gradient is not None and (before is None or gradient is not before[0] or version_of(gradient) != before[1]):
+                raise MisuseError(
+                    f"parameter '{name}' was added or unfrozen within forward on {self._group.place()}, so its gradient is not "
+                    "averaged: add or unfreeze it before the forward"
+                )
+
+    def _forget_new_parameters(self) -> None:
+        if self._unaveraged:
+            self._unaveraged = ()
+            self._tell_no_more(self._check_new_parameters)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -838,6 +871,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         }
 
     def _make_reducer(self, group: ProcessGroup, unreduced: Collection[str] = ()) -> Reducer:
+        self._forget_new_parameters()
         parameters = [(name, parameter) for name, parameter in self._state.parameters() if parameter.requires_grad]
         # If all parameters are frozen for now, give the reducer all of them, because a reducer needs parameters. When some are
         # thawed, the next forward gives the reducer these parameters; see `_follow_module`.

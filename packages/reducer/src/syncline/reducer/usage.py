@@ -132,7 +132,7 @@ class CompleteUsage(UsageModel):
     """The default usage model: every backward reaches every parameter exactly once."""
 
     hint_missing = (
-        "Freeze them, or pass find_unused_parameters=True\n"
+        "Freeze them before the forward, or pass find_unused_parameters=True\n"
         "  Every parameter must take part in every backward, and the loss does not depend on these. To freeze one: "
         "requires_grad_(False). If they were removed from the model after it was wrapped, wrap it again.\n"
         "  If they are used in a re-entrant checkpoint whose inputs need no gradient, autograd never reaches them: use "
