@@ -52,5 +52,5 @@ def test_a_folder_without_a_program_is_named(tmp_path: Path) -> None:
 
 
 def test_a_program_of_the_machine_is_no_script() -> None:
-    with pytest.raises((ScriptError, SyntaxError), match="null bytes|no Python script"):
+    with pytest.raises((ScriptError, SyntaxError), match=r"null bytes|no Python script"):
         find_script(sys.executable, is_module=False)
