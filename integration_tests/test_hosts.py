@@ -58,8 +58,7 @@ def prepare(kind):
         sh("ip address flush dev wire0 scope global", "ip -6 address add fd00::$N/64 dev wire0 nodad")
     elif kind == "cut off":
         sh("ip link set wire0 down")
-        if rank == 0:
-            link("b", "10.1.1.1")
+        link("b", "10.1.$N.1")
     elif kind == "loopback chosen":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     elif kind == "an interface chosen":
