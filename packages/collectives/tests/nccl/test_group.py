@@ -449,6 +449,8 @@ def test_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_async in (False, True):
         with pytest.raises(MisuseError, match=r"barrier\(\).*nothing can be waited for on the CPU"):
             group.barrier(async_op=is_async)
+    with pytest.raises(MisuseError, match=r"sparse tensor.*a CUDA graph is being captured"):
+        group.all_reduce(torch.ones(2).to_sparse())
     with pytest.raises(MisuseError, match="split"):
         group.split(0)
     assert len(nccl_calls) == issued

@@ -32,6 +32,7 @@ from ...errors import (
 from ...group import ProcessGroup
 from ...health.agreement import Comparison, History
 from ...health.monitor import call_now_and_then
+from ...reduce_op import Reduction
 from ...tensors.layout import is_tracked, untracked
 from ...work import FinishedWork, PendingWork, Work
 from .communicator import version_in_words
@@ -86,7 +87,7 @@ class NcclGroup(EngineGroup):
        `FatalError`. The group ends after the turn.
 
     The group serves only the GPU of its first call. After this call, a CUDA graph can capture all calls except `barrier`,
-    `wait` with a timeout, and the first transfer with a peer.
+    `wait` with a timeout, `all_reduce` of a sparse tensor, and the first transfer with a peer.
 
     NCCL's own reductions differ from `ReduceOp` in two ways, as in torch. NCCL rounds float16 and bfloat16 at each addition.
     For AVG, NCCL multiplies each term by 1/size before the addition. If `reproducible` is True, these differences do not exist,
@@ -205,6 +206,15 @@ class NcclGroup(EngineGroup):
         if not async_op:
             work.wait()
         return work
+
+    @override
+    def _all_reduce_sparse(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
+        if self._runtime.is_capturing():
+            raise MisuseError(
+                f"all_reduce of a sparse tensor on {self.place()}: it reads the numbers of elements on the CPU, "
+                "but a CUDA graph is being captured; pass tensor.to_dense()"
+            )
+        return super()._all_reduce_sparse(tensor, op, async_op)
 
     def _barrier(self, signature: Signature, async_op: bool) -> StreamWork:
         if self._runtime.is_capturing():
