@@ -184,6 +184,16 @@ def test_a_rank_that_was_told_another_size_is_named_to_all() -> None:
     assert said[0].startswith("rank 0 was told that there are 3 ranks, and rank 2 that there are 2: pass the same world_size")
 
 
+@pytest.mark.parametrize("ranks", [(0, 0), (1, 1), (0, 0, 1), (1, 0, 0)])
+def test_a_rank_that_two_processes_have_is_named_to_all(ranks: tuple[int, ...]) -> None:
+    """It must not end in a wait for the rank that nobody has."""
+    store = InMemoryStore()
+    twice = max(ranks, key=ranks.count)
+    said = failures(len(ranks), lambda number: meet(store, ranks[number], max(2, len(ranks)), CancelScope(20.0)))
+    assert len(said) == len(ranks)
+    assert all(text.startswith(f"two processes came to this store as rank {twice}: give each process") for text in said)
+
+
 class StoreOfRank0(InMemoryStore):
     """It ends with rank 0, and the others are slow: they read nothing until rank 0 waits for them, or has ended."""
 

@@ -242,6 +242,25 @@ def test_ranks_that_were_told_different_sizes_find_out_at_once(tmp_path: Path, s
     assert runs(tmp_path) == [runs(tmp_path)[0]]  # that of the four, which nobody has left
 
 
+def test_two_processes_of_rank_0_are_told_apart_at_once(tmp_path: Path) -> None:
+    """They must not wait for a rank that nobody has."""
+    meet_in(tmp_path, dict.fromkeys(range(2), 2))  # what an earlier run has left says nothing
+    with ThreadPoolExecutor() as processes:
+        for meeting in [processes.submit(file_rendezvous, tmp_path, 0, 2, timeout=600) for _ in range(2)]:
+            with pytest.raises(DisagreementError, match="two processes came to this store as rank 0: give each process"):
+                meeting.result(60)
+
+
+def test_a_rank_whose_number_another_process_replaces_does_not_wait(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, "rendezvous")
+    with ThreadPoolExecutor() as processes:
+        meeting = processes.submit(file_rendezvous, tmp_path, 1, 3, timeout=600)
+        store.wait(["join/1"], 60)
+        store.set("join/1", "0" * 32)
+        with pytest.raises(DisagreementError, match="two processes came to this store as rank 1: give each process"):
+            meeting.result(60)
+
+
 def test_an_offer_of_an_earlier_version_says_no_size(tmp_path: Path) -> None:
     FileStore(tmp_path, "rendezvous").set("offer", json.dumps({"run": f"run-{'0' * 32}", "joined": {}}))
     zero, one = meet_in(tmp_path, {0: 2, 1: 2})

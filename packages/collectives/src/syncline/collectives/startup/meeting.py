@@ -51,8 +51,9 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
     Raises:
         TimeoutError: some ranks did not call this function in time; the error names them. When the first rank gives up, or is
             interrupted, all ranks that wait raise the error, too. Ranks that come later raise the error at once.
-        DisagreementError: the ranks were given different sizes, or run different versions (all ranks raise the error). Or
-            `size` ranks have met in the store before this rank came (only this rank raises the error).
+        DisagreementError: the ranks were given different sizes, or run different versions, or two processes were given one
+            rank (all ranks raise the error). Or `size` ranks have met in the store before this rank came (only this rank raises
+            the error).
         StoreError: the store failed.
         BaseException: `scope` was cancelled with this error, or its `ask` returned this error.
     """
@@ -63,16 +64,16 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
     if mine is not None:
         place = store.add(f"{node}/count", 1)
         store.set(f"{node}/{place}", json.dumps([rank, loopback_domain(), mine.to_text()]))
+    if store.add(_key(rank), 1) > 1:
+        problem = (
+            f"two processes came to this store as rank {rank}: give each process its own rank. If this job has only one rank "
+            f"{rank}, the store belongs to another job: give this job another port or folder"
+        )
+        store.compare_set(_ALL, "", problem)  # unless all have met, or a rank has reported another problem
     # The count comes last: once it is complete, all entries are in the store.
-    store.set(_key(rank), "")
     came = store.add("came", 1)
     if came == size:
         store.compare_set(_ALL, "", _IN_ORDER)  # unless a rank has reported a problem
-    elif came > size:
-        raise DisagreementError(
-            f"all {size} ranks have met in this store before rank {rank} came: the store belongs to another job. Is its "
-            "port, or its folder, in use? Give this job another one"
-        )
     while not _have_come(store, rank, scope):
         try:
             scope.check()
@@ -91,6 +92,11 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
         raise TimeoutError(said.removeprefix(_GAVE_UP))
     if said != _IN_ORDER:
         _disagree(said, store, rank, size)
+    if came > size:
+        raise DisagreementError(
+            f"all {size} ranks have met in this store before rank {rank} came: the store belongs to another job. Is its "
+            "port, or its folder, in use? Give this job another one"
+        )
     return Met({}, False) if node is None else _on_node(store, node, size)
 
 

@@ -16,7 +16,8 @@ be out of date, but must have the form that a rendezvous writes::
        sets here/<run>/r to its `world_size`
                                                  5. done when here/<run>/r exists for every r, else back to 3
 
-If ranks were given different values of `world_size`, an error comes in step 4 or 5.
+If ranks were given different values of `world_size`, an error comes in step 4 or 5. If another process replaces this process's
+number or offer, two processes have one rank: the next look raises an error.
 
 The rendezvous store counts the processes that use the store of the run. Rank 0 counts itself in step 2. Each other rank counts
 itself in step 4, before it sets here/<run>/r. `leave_run` takes a process out of the count. The last process removes the count
@@ -24,7 +25,7 @@ and the run's store. No process may join a run that has no count. A process that
 its run is never removed.
 
 Each run has a new store, named by the random id of step 2. Two runs that meet at the same time need different values of
-`rendezvous_id`. Otherwise ranks of one run could meet ranks of the other run.
+`rendezvous_id`. Otherwise ranks of one run could meet ranks of the other run, or one of the runs ends with an error.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def file_rendezvous(
         StoreTimeout: some ranks did not come in time. On rank 0, the message names them.
         StoreUnavailableError: the folder cannot be written, or other users can write it.
         StoreError: a record in the folder was not written by a rendezvous; or rank 0 failed after it had answered this rank.
-        DisagreementError: the ranks were given different values of `world_size`.
+        DisagreementError: the ranks were given different values of `world_size`, or two processes were given one rank.
         InvalidArgumentError: `rank` is not below `world_size`.
     """
     rank, world_size = index(rank), index(world_size)  # JSON cannot encode NumPy's integers
@@ -189,12 +190,14 @@ def _host(store: FileStore, run: str, world_size: int) -> None:
     def all_here() -> bool:
         nonlocal answered
         joined = _read_joined(store)
-        # Read the offer only to raise for a bad record, before the next lines replace it.
-        _read_offer(store)
-        # Write the offer only if it has changed, because the log never shrinks.
-        if joined != answered:
+        # Read the offer before the next lines replace it, to raise for a bad record, or if another rank 0 has replaced mine.
+        is_replaced = _read_offer(store).run != run and answered is not None
+        # Write the offer only if it has changed, because the log never shrinks. Or write it so that the other rank 0 sees it.
+        if joined != answered or is_replaced:
             store.set("offer", json.dumps({"run": run, "size": world_size, "joined": joined}))
             answered = joined
+        if is_replaced:
+            raise _came_twice(store, 0)
         came = [key for key in store.list_keys() if key.startswith(f"here/{run}/")]
         for key in came:
             told = int(store.get(key) or world_size)  # an earlier version of Syncline writes no size here
@@ -222,6 +225,8 @@ def _join(store: FileStore, rank: int) -> _Offer:
     def answered() -> bool:
         nonlocal offer
         offer = _read_offer(store)
+        if store.get(f"join/{rank}").decode() != number:
+            raise _came_twice(store, rank)
         return offer.joined.get(str(rank)) == number
 
     if not poll(answered, CancelScope(store.timeout.total_seconds())):
@@ -236,6 +241,13 @@ def _other_size(store: FileStore, rank: int, told: int, of_rank_0: int) -> Disag
     return DisagreementError(
         f"rank {rank} was told that there are {told} ranks, and rank 0 that there are {of_rank_0}: pass the same world_size to "
         f"all ranks that meet in {store.describe()}"
+    )
+
+
+def _came_twice(store: FileStore, rank: int) -> DisagreementError:
+    return DisagreementError(
+        f"two processes came to this store as rank {rank}: give each process its own rank. If this job has only one rank "
+        f"{rank}, another job meets here, too: give each job another folder ({store.describe()})"
     )
 
 
