@@ -287,8 +287,26 @@ def test_rank_0_tells_all_that_a_rank_is_lost(several_hosts: None) -> None:
     store = StoreOfRank0()
     lost = RankLostError("rank(s) 2 (pid 7 on a) ended", [2])
     scopes = [CancelScope(20.0, lambda: lost), CancelScope(20.0)]
-    said = failures(2, lambda rank: store.run(rank, lambda: address_by_store(store, rank, 3, (), scopes[rank])))
-    assert said == ["rank(s) 2 (pid 7 on a) ended"] * 2
+
+    def search(rank: int) -> tuple[int, ...]:
+        with pytest.raises(RankLostError, match=r"^rank\(s\) 2 \(pid 7 on a\) ended$") as caught:
+            store.run(rank, lambda: address_by_store(store, rank, 3, (), scopes[rank]))
+        return caught.value.ranks
+
+    assert as_threads(2, search) == [(2,)] * 2
+
+
+def test_rank_0_hears_of_a_lost_rank_on_another_host(several_hosts: None) -> None:
+    store = InMemoryStore()
+    lost = RankLostError("rank(s) 2 (pid 7 on b) ended", [2])
+    scopes = [CancelScope(20.0), CancelScope(20.0, lambda: lost)]  # rank 0 does not see the loss
+
+    def search(rank: int) -> tuple[int, ...]:
+        with pytest.raises(RankLostError) as caught:
+            address_by_store(store, rank, 3, (), scopes[rank])
+        return caught.value.ranks
+
+    assert as_threads(2, search) == [(2,)] * 2
 
 
 @pytest.mark.parametrize(("rank", "key"), [(0, "tried/1"), (1, "doors")])

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ..api.object_exchange import exchange_objects
 from ..engine.cancel_scope import CancelScope
@@ -187,57 +187,69 @@ def address_by_store(store: Store, rank: int, size: int, interfaces: Sequence[st
     Cost, for N ranks: three requests from each rank, and N more from rank 0.
 
     Raises:
-        LaunchError: a host cannot reach rank 0 at any address, or has no usable address itself. All ranks raise this error. Or
-            rank 0 has raised a `RankLostError`: the other ranks then raise a LaunchError with the same text.
+        LaunchError: a host cannot reach rank 0 at any address, or has no usable address itself. All ranks raise this error.
+        RankLostError: the `ask` of a rank's scope returned this error. The rank tells rank 0, and rank 0 tells all ranks.
         TimeoutError: a rank did not take part.
         BaseException: `scope` was cancelled with this error, or its `ask` returned this error.
     """
     if rank == 0:
         return _as_rank_0(store, size, interfaces, scope)
-    places, word = json.loads(_get(store, "doors", scope))
     try:
-        addresses_for_others(interfaces)
-        tried: object = try_doors([(address, port) for address, port in places], word, scope).as_json()
-    except LaunchError as error:  # send the error, so that all ranks fail and rank 0 does not wait
-        tried = str(error)
-    store.set(f"tried/{rank}", json.dumps(tried))
-    said = json.loads(_get(store, "addresses", scope))
-    # If the answer is a text, it is an error that rank 0 tells all ranks.
-    if isinstance(said, str):
+        places, word = json.loads(_get(store, "doors", scope))
+        try:
+            addresses_for_others(interfaces)
+            tried: object = try_doors([(address, port) for address, port in places], word, scope).as_json()
+        except LaunchError as error:  # send the error, so that all ranks fail and rank 0 does not wait
+            tried = _in_json(error)
+        store.set(f"tried/{rank}", json.dumps(tried))
+        said = json.loads(_get(store, "addresses", scope))
+    except RankLostError as error:
+        # A rank 0 on another host does not see the loss, and waits for the answer of this rank or of a lost rank.
+        if 0 not in error.ranks:
+            with suppress(StoreError):  # rank 0 and its store have ended
+                for other in {rank, *error.ranks}:
+                    store.set(f"tried/{other}", json.dumps(_in_json(error)))
+        raise
+    try:
+        return str(dict(_checked(said))[rank])
+    except (LaunchError, RankLostError):
         _let_all_read(store, rank, size)
-        raise LaunchError(said)
-    return str(dict(said)[rank])
+        raise
 
 
 def _as_rank_0(store: Store, size: int, interfaces: Sequence[str], scope: CancelScope) -> str:
     try:
         with Doors(addresses_for_others(interfaces)) as doors:
             store.set("doors", json.dumps([doors.places, doors.word]))
-            tried = {rank: _tried(_get(store, f"tried/{rank}", scope)) for rank in range(1, size)}
+            tried = {rank: Tried.parse(_checked(json.loads(_get(store, f"tried/{rank}", scope)))) for rank in range(1, size)}
         found = agreed_addresses(doors.places, tried)
     except (LaunchError, RankLostError) as error:
         store.set("doors", json.dumps([[], ""]))  # so that no rank waits for the doors
-        store.set("addresses", json.dumps(str(error)))
+        store.set("addresses", json.dumps(_in_json(error)))
         _let_all_read(store, 0, size)
         raise
     store.set("addresses", json.dumps(sorted(found.items())))
     return found[0]
 
 
-def _tried(answer: bytes) -> Tried:
-    said = json.loads(answer)
-    # If the answer is a text, it is the error of the rank that answered.
-    if isinstance(said, str):
-        raise LaunchError(said)
-    return Tried.parse(said)
+def _in_json(error: LaunchError | RankLostError) -> dict[str, Any]:
+    """Return an error as values that JSON can hold. `_checked` raises the error on another rank."""
+    return {"problem": str(error), "lost_ranks": error.ranks if isinstance(error, RankLostError) else None}
+
+
+def _checked(said: Any) -> Any:
+    """Return the answer of another rank. If the answer is an error, raise the error."""
+    if not isinstance(said, dict) or "problem" not in said:
+        return said
+    lost, problem = said["lost_ranks"], said["problem"]
+    raise LaunchError(problem) if lost is None else RankLostError(problem, lost)
 
 
 def _get(store: Store, key: str, scope: CancelScope) -> bytes:
     while True:
-        try:
+        with suppress(StoreTimeout):
             return store.get(key, min(max(scope.remaining_s(), 1e-3), _SLICE_S))
-        except StoreTimeout:
-            scope.check(f"all have come, but not all said at which address they reach rank 0 (no '{key}')")
+        scope.check(f"all have come, but not all said at which address they reach rank 0 (no '{key}')")
 
 
 def address_by_group(group: ProcessGroup, interfaces: Sequence[str], timeout_s: float) -> str:
