@@ -113,6 +113,7 @@ def test_environments(environ: dict[str, str], expected: Launch | None) -> None:
         ({**TORCHRUN, **SRUN, "GROUP_WORLD_SIZE": "1"}, "but Slurm says SLURM_NTASKS=8, so there may be 8 trainings"),
         ({**TORCHRUN, **SRUN, "GROUP_WORLD_SIZE": "8"}, None),
         ({**TORCHRUN, **SRUN, "SLURM_NTASKS": "1"}, None),
+        ({**TORCHRUN, **SRUN, "RANK": "3", "WORLD_SIZE": "8"}, None),  # as Slurm says: a script has set torchrun's variables
         ({**TORCHRUN, **SALLOC}, None),
         ({**TORCHRUN, **PMIX}, None),
         (TORCHRUN, None),

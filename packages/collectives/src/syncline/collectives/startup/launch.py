@@ -157,14 +157,17 @@ def detect_launch(environ: Mapping[str, str], *, is_given: bool = False) -> Laun
 def several_torchrun_jobs(launch: Launch, environ: Mapping[str, str]) -> str | None:
     """Return a warning if torchrun's job has one node, but another launcher has started several processes; else None.
 
-    This function is pure. Then each of the processes is, or has started, a training of its own. This may be on purpose. Or
-    torchrun lacks the options for several nodes, or one of the two launchers has left its variables in the environment.
+    In this case, each of the processes is, or has started, a training of its own. This may be on purpose. Or torchrun lacks the
+    options for several nodes, or one of the two launchers has left its variables in the environment. A pure function.
     """
     if launch.launcher != _TORCHRUN.launcher or environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return None
     outer = next((row for row in (*_OF_AN_MPI, *_OF_A_MANAGER) if _is_set(row, environ)), None)
     size = None if outer is None else _number_if_plain(outer.world_size or "", environ)
     if outer is None or size is None or size < 2:
+        return None
+    # torchrun always sets GROUP_WORLD_SIZE. Without it, a script has set torchrun's variables from the launcher's numbers.
+    if "GROUP_WORLD_SIZE" not in environ and launch.world_size == size:
         return None
     return (
         f"torchrun started this process in a job of one node, but {outer.launcher} says {outer.world_size}={size}, so there "
