@@ -3,7 +3,7 @@
     SynclineError
     ├── MisuseError                  the call is wrong, whatever the other ranks do
     │   ├── InvalidArgumentError     a value that no rank may pass (also a ValueError)
-    │   │   └── InvalidTypeError     an argument that should be a function is not one (also a TypeError)
+    │   │   └── InvalidTypeError     not a function, or a group that cannot be copied (also a TypeError)
     │   ├── NotInitializedError      there is no default group
     │   ├── GroupClosedError         the group was closed or aborted
     │   ├── UnknownBackendError      no backend with this name is installed
@@ -90,7 +90,7 @@ class InvalidArgumentError(MisuseError, ValueError):
 
 
 class InvalidTypeError(InvalidArgumentError, TypeError):
-    """An argument should be a function, but is not. Also a TypeError, as in torch."""
+    """An argument should be a function, but is not. Or a group was copied or pickled. Also a TypeError, as in torch."""
 
 
 class NotInitializedError(MisuseError):

@@ -15,7 +15,7 @@ from .engine.call import Signature, device_type_of, tensor_in_words
 from .engine.cancel_scope import seconds
 from .engine.observers import public_call
 from .engine.tags import FIRST_RESERVED, LAST_RESERVED, is_reserved
-from .errors import BackendUnavailableError, InvalidArgumentError, MisuseError
+from .errors import BackendUnavailableError, InvalidArgumentError, InvalidTypeError, MisuseError
 from .reduce_op import ReduceOp, Reduction, checked_reduction
 from .tensors import checks, sparse, uneven
 from .work import Work
@@ -80,12 +80,12 @@ class ProcessGroup(ABC):
         return f"<{type(self).__name__} '{self.name}' ({self.describe()}), rank {self.rank} of {self.size}>"
 
     def __reduce__(self) -> NoReturn:
-        """Refuse `pickle` and `copy.deepcopy`: a group belongs to this process.
+        """Refuse `pickle`, `copy.copy` and `copy.deepcopy`: a group belongs to this process.
 
         Raises:
-            MisuseError: always.
+            InvalidTypeError: always. A TypeError, because programs that test whether an object can be pickled expect one.
         """
-        raise MisuseError(
+        raise InvalidTypeError(
             f"a process group ({self.place()}) cannot be copied or pickled: save the state_dict() of the object that holds the "
             "group, or set its attribute to None before the copy"
         )
