@@ -168,7 +168,7 @@ def test_what_says_nothing_for_long_has_taken_the_port(monkeypatch: pytest.Monke
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(
-            StoreError, match=r"says nothing for 0\.2 s\. If it is rank 0 of this job, that process is stopped"
+            StoreError, match=r"says nothing for 0\.2 s\nIf it is rank 0 of this job, that process is stopped"
         ) as caught:
             TCPStore("127.0.0.1", taken.getsockname()[1], secret=SECRET, timeout=3600)
     assert not isinstance(caught.value, StoreTimeout)

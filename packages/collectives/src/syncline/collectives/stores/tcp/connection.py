@@ -162,7 +162,7 @@ def _probe(host: str, port: int, scope: CancelScope) -> str:
             if scope.is_over():
                 raise TimeoutError("it took the connection and said nothing") from None
             raise ProtocolError(
-                f"it says nothing for {GREETING_S:g} s. If it is rank 0 of this job, that process is stopped (by a signal or a "
+                f"it says nothing for {GREETING_S:g} s\nIf it is rank 0 of this job, that process is stopped (by a signal or a "
                 "debugger), or has no file descriptor left (`ulimit -n`)"
             ) from None
         if first not in (_FIRST_BYTE, b""):  # an empty answer comes from a server that is about to end

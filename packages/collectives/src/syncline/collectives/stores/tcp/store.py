@@ -205,5 +205,5 @@ class TCPStore(ServedStore):
         except ProtocolError as error:
             raise StoreError(
                 f"{self.describe()}: the program that listens there does not answer as a store of this version of Syncline: "
-                f"{error}. If it is another program, give another port"
+                f"{error}\nIf it is another program, give another port"
             ) from error
