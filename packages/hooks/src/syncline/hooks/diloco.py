@@ -195,7 +195,6 @@ class DiLoCoOptimizer(WrappingOptimizer):
         outer = {
             "kind": _KIND,
             "format": FORMAT,
-            "compressor": exchange.compressor_name,
             "iter": self.steps,
             "rank": exchange.origin.rank,
             "world_size": exchange.origin.world_size,
@@ -209,16 +208,17 @@ class DiLoCoOptimizer(WrappingOptimizer):
         """Continue from a saved state. The state does not contain the model's parameters; load them separately.
 
         Raises:
-            MisuseError: the "outer" state is missing or belongs to another model, or has another compressor. (A state without a
-                compressor can be loaded with any compressor.) Or the state was saved while an average was in progress, and this
-                optimizer has other fragments.
+            MisuseError: the "outer" state is missing or belongs to another model. Or it has errors of error feedback, and this
+                optimizer has no compressor. (Any compressor can continue with the errors of another compressor.) Or the state
+                was saved while an average was in progress, and this optimizer has other fragments.
         """
         outer = state_dict.get("outer", {})
         check_kind(outer, _KIND)
-        # Without the compressor, the errors that its error feedback has kept would never be sent.
-        if outer["compressor"] not in (None, self._exchange.compressor_name):
+        # Without a compressor, the errors would never be sent. Every compressor sends them, also those that another one left.
+        if outer["errors"] and self._exchange.compressor is None:
             raise MisuseError(
-                f"the saved state is of compressor '{outer['compressor']}', this one of '{self._exchange.compressor_name}'"
+                "the saved state has error feedback, and this optimizer has compressor=None; pass a compressor, or load "
+                "{**state, 'outer': {**state['outer'], 'errors': {}}} to drop the errors"
             )
         saved = {name: tensors for entry in outer["fragments"] for name, tensors in entry["parameters"].items()}
         mine = {name: parameter for fragment in self._fragments for name, parameter in fragment.parameters.items()}

@@ -75,11 +75,6 @@ class OuterExchange:
         """Make an exchange between sites."""
         return cls(sites.between, sites.inside, compressor, seed)
 
-    @property
-    def compressor_name(self) -> str | None:
-        """The name of the compressor; None without a compressor."""
-        return None if self.compressor is None else self.compressor.name
-
     def start(
         self, names: Sequence[str], parameters: Sequence[torch.Tensor], anchors: Sequence[torch.Tensor]
     ) -> PendingAverage:
