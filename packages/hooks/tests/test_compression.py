@@ -328,14 +328,24 @@ def test_a_state_without_error_feedback_refuses_saved_errors_and_changes_nothing
     run_ranks(1, body)
 
 
-def test_merged_states_fit_another_number_of_ranks() -> None:
-    def train(group: ProcessGroup) -> dict[str, Any]:
-        known = parameters()
-        state = CompressionState(TopK(0.1), named_parameters=known.items())
-        reduce(state, group, gradients(group.rank, 0), known)
-        return state.state_dict()
+def saved_after_a_step(group: ProcessGroup) -> dict[str, Any]:
+    known = parameters()
+    state = CompressionState(TopK(0.1), named_parameters=known.items())
+    reduce(state, group, gradients(group.rank, 0), known)
+    return state.state_dict()
 
-    saved = run_ranks(2, train)
+
+def test_states_of_groups_of_different_sizes_are_merged() -> None:
+    saved = [*run_ranks(3, saved_after_a_step), *run_ranks(2, saved_after_a_step)]
+    merged = merge_states(saved)
+    for name, error in merged["errors"].items():
+        torch.testing.assert_close(error, torch.stack([state["errors"][name] for state in saved]).mean(0))
+    with pytest.raises(InvalidArgumentError, match=r"all 2 ranks that have errors, found those of rank\(s\) 0: pass"):
+        merge_states(saved[:4])
+
+
+def test_merged_states_fit_another_number_of_ranks() -> None:
+    saved = run_ranks(2, saved_after_a_step)
     for ranks in ([0], [1], [0, 0], [0, 0, 1]):
         with pytest.raises(InvalidArgumentError, match=f"all 2 ranks that have errors, found .* {str(ranks)[1:-1]}: pass"):
             merge_states([saved[rank] for rank in ranks])

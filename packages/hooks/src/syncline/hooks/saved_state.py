@@ -81,15 +81,19 @@ def _holders(states: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]
 
 
 def _check_complete(holders: Sequence[Mapping[str, Any]]) -> None:
-    # In states that were merged or that have never communicated, "world_size" is None.
-    world_size = holders[0]["world_size"] if holders[0]["errors"] else None
-    ranks = sorted(state["rank"] for state in holders) if world_size else []
-    # Several groups of ranks may have averaged separately. Then each rank's number occurs several times, equally often.
-    if world_size and ranks != sorted([*range(world_size)] * max(1, len(ranks) // world_size)):
-        raise InvalidArgumentError(
-            f"expected the states of all {world_size} ranks that have errors, found those of rank(s) "
-            f"{', '.join(map(str, ranks))}: pass the state of every rank once"
-        )
+    # Several groups of ranks, also of different sizes, may have averaged separately: each site averages its own gradients.
+    found: dict[int, list[int]] = {}  # for each size of a group, the numbers of its ranks
+    for state in holders:
+        # In states that were merged or that have never communicated, "world_size" is None.
+        if state["errors"] and state["world_size"] is not None:
+            found.setdefault(state["world_size"], []).append(state["rank"])
+    for world_size, ranks in found.items():
+        # In several groups of one size, each rank's number occurs equally often.
+        if sorted(ranks) != sorted([*range(world_size)] * max(1, len(ranks) // world_size)):
+            raise InvalidArgumentError(
+                f"expected the states of all {world_size} ranks that have errors, found those of rank(s) "
+                f"{', '.join(map(str, sorted(ranks)))}: pass the state of every rank once"
+            )
 
 
 def _place(state: Mapping[str, Any]) -> tuple[Any, ...]:
