@@ -147,11 +147,11 @@ T = TypeVar("T")
 class Training:
     """One rank's: a linear model whose gradient is the mean of the samples of a batch, so that its weights are known."""
 
-    def __init__(self, group: ProcessGroup, **limits: object) -> None:
+    def __init__(self, group: ProcessGroup, sampler: ElasticSampler | None = None, **limits: object) -> None:
         self.model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False), process_group=group)
         torch.nn.init.zeros_(self.model.module.weight)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        self.sampler = ElasticSampler(12 * STEPS, 12)
+        self.sampler = sampler or ElasticSampler(12 * STEPS, 12)
         samples = TensorDataset(torch.arange(12.0 * STEPS, dtype=torch.float64).float().view(-1, 1))
         self.loader = DataLoader(samples, batch_sampler=self.sampler)
         self.bodies_that_ended = 0
@@ -354,13 +354,20 @@ def test_a_step_costs_one_small_collective_more() -> None:
 )
 def test_ranks_whose_samplers_differ_are_told_so(change: dict[str, int], found: str) -> None:
     def body(group: ProcessGroup) -> None:
-        training = Training(group)
-        if group.rank == 1:
-            training.sampler = training.elastic._sampler = ElasticSampler(12 * STEPS, 12, seed=change.get("seed", 0))
-            training.sampler.load_state_dict({"epoch": 0, "applied": 0, **change})
-            training.sampler.divide(1, 2)
+        mine = change if group.rank == 1 else {}
+        sampler = ElasticSampler(12 * STEPS, 12, seed=mine.get("seed", 0))
+        sampler.load_state_dict({"epoch": 0, "applied": 0, **mine})
+        training = Training(group, sampler)
         with pytest.raises(DisagreementError, match=rf"(?s)rank 0: .*batch 0 of epoch 0 .*rank 1: .*{found}"):
             training.run()
+
+    run_ranks(2, body)
+
+
+def test_without_shuffle_each_rank_may_have_its_own_seed() -> None:
+    def body(group: ProcessGroup) -> None:
+        training = Training(group, ElasticSampler(12 * STEPS, 12, shuffle=False, seed=group.rank))
+        assert training.run() == FINAL_WEIGHT
 
     run_ranks(2, body)
 

@@ -286,7 +286,8 @@ class Elastic:
             MisuseError: this step begins within another step or after `close`, or is the second step for one batch. Or a
                 collective failed after the agreement to apply the step. Or the step ends with gradients that are not averaged,
                 and that no optimizer has used.
-            DisagreementError: the samplers of the ranks have different arguments, or are at different batches.
+            DisagreementError: the samplers of the ranks have different arguments, or are at different batches. Some backends
+                compare the samplers only in the next step.
         """
         self._refuse_if_closed("a step was begun")
         if self._phase is not _Phase.BETWEEN_STEPS:

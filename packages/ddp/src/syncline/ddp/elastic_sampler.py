@@ -131,7 +131,8 @@ class ElasticSampler(Sampler[list[int]]):
 
     def batch_in_words(self) -> str:
         """Return a text that differs between samplers that are at different batches. The text has no comma."""
-        settings = " ".join(f"{name}={value}" for name, value in self.settings.items())
+        # Without `shuffle` the seed changes nothing, so scripts may give each rank a seed of its own.
+        settings = " ".join(f"{name}={value}" for name, value in self.settings.items() if name != "seed" or self._shuffle)
         return f"batch {self.applied} of epoch {self.epoch} of ElasticSampler({settings})"
 
     def state_dict(self) -> dict[str, int]:
