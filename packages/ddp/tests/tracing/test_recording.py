@@ -244,6 +244,26 @@ def test_a_job_that_ends_early_leaves_what_it_has(
     assert not (tmp_path / "trace.json").exists()
 
 
+def test_a_job_that_ends_before_the_first_traced_step_is_told_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SYNCLINE_TRACE", str(tmp_path))
+    monkeypatch.setenv("SYNCLINE_TRACE_STEPS", "3-20")
+
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(torch.nn.Linear(4, 2), process_group=group)
+        train(model, group.rank, 2)
+        (recording,) = model._recordings
+        assert recording._end_at_exit is not None
+        recording._end_at_exit()  # as at the end of the process
+
+    with caplog.at_level(logging.WARNING, "syncline.ddp"):
+        run_ranks(2, body)
+    (told,) = caplog.messages
+    assert told.startswith(f"nothing was traced to {tmp_path}: the program ended")
+    assert told.endswith("before the end of step 3")
+
+
 def test_an_error_within_a_trace_leaves_what_it_has(tmp_path: Path) -> None:
     def body(group: ProcessGroup) -> None:
         model = DistributedDataParallel(torch.nn.Linear(4, 2), process_group=group)

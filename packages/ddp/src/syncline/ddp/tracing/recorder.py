@@ -84,6 +84,11 @@ class StepRecorder:
         self._calls = CallLog(group, self._reducer)
         self._optimizers = OptimizerSteps(parameters)
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step was recorded."""
+        return self._layouts > 0
+
     def note_clock(self, clock: ClockOffset) -> None:
         """Record a measurement of this rank's clock."""
         self._lines.append(lambda: clock_line(clock))

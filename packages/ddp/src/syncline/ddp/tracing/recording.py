@@ -191,7 +191,16 @@ def _end(recorder: StepRecorder, settings: TraceSettings, rank: int) -> None:
     except OSError as error:
         _warn(error, settings, rank)
         return
-    if was_open and rank == 0:
+    if not was_open or rank != 0:
+        return
+    # The file was made after step `first` - 1. Then no step followed.
+    if not recorder.has_steps:
+        logger.warning(
+            "nothing was traced to %s: the program ended, or the model was deleted, before the end of step %d",
+            settings.folder,
+            settings.first,
+        )
+    else:
         logger.warning(
             "the trace was not merged: the program ended, or the model was deleted, before the step after the last traced "
             "step. Run syncline trace %s",
