@@ -11,6 +11,12 @@ import pytest
 from syncline.collectives.cli.run.script import ScriptError, find_script, run_script
 
 
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of the script replaces the first entry, which is that of the command."""
+    monkeypatch.setattr(sys, "path", ["replaced", *sys.path])
+
+
 @pytest.mark.parametrize("is_module", [False, True])
 def test_a_removed_working_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_module: bool) -> None:
     gone = tmp_path / "gone"
@@ -38,7 +44,6 @@ def test_a_folder_and_a_zip_file_run_as_in_python(
         app.mkdir()
         for name, text in files.items():
             (app / name).write_text(text)
-    monkeypatch.setattr(sys, "path", ["replaced", *sys.path])
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     run_script(find_script(str(app), is_module=False), ["--steps", "3"])
