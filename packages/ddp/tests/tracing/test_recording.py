@@ -221,21 +221,23 @@ model(torch.ones(1, 4)).sum().backward()
     assert "no model came to step 10; say which steps by SYNCLINE_TRACE_STEPS" in ended.stderr
 
 
+def train_and_end(group: ProcessGroup, steps: int) -> None:
+    """As a process that ends."""
+    model = DistributedDataParallel(torch.nn.Linear(4, 2), process_group=group)
+    train(model, group.rank, steps)
+    (recording,) = model._recordings
+    assert recording._end_at_exit is not None
+    recording._end_at_exit()
+
+
 def test_a_job_that_ends_early_leaves_what_it_has(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SYNCLINE_TRACE", str(tmp_path))
     monkeypatch.setenv("SYNCLINE_TRACE_STEPS", "2-20")
 
-    def body(group: ProcessGroup) -> None:
-        model = DistributedDataParallel(torch.nn.Linear(4, 2), process_group=group)
-        train(model, group.rank, 4)
-        for recording in model._recordings:
-            assert recording._end_at_exit is not None
-            recording._end_at_exit()  # as at the end of the process
-
     with caplog.at_level(logging.WARNING, "syncline.ddp"):
-        run_ranks(2, body)
+        run_ranks(2, lambda group: train_and_end(group, 4))
     (told,) = caplog.messages
     assert told.startswith("the trace was not merged: the program ended")
     assert told.endswith(f"Run syncline trace {tmp_path}")
@@ -250,15 +252,8 @@ def test_a_job_that_ends_before_the_first_traced_step_is_told_so(
     monkeypatch.setenv("SYNCLINE_TRACE", str(tmp_path))
     monkeypatch.setenv("SYNCLINE_TRACE_STEPS", "3-20")
 
-    def body(group: ProcessGroup) -> None:
-        model = DistributedDataParallel(torch.nn.Linear(4, 2), process_group=group)
-        train(model, group.rank, 2)
-        (recording,) = model._recordings
-        assert recording._end_at_exit is not None
-        recording._end_at_exit()  # as at the end of the process
-
     with caplog.at_level(logging.WARNING, "syncline.ddp"):
-        run_ranks(2, body)
+        run_ranks(2, lambda group: train_and_end(group, 2))
     (told,) = caplog.messages
     assert told.startswith(f"nothing was traced to {tmp_path}: the program ended")
     assert told.endswith("before the end of step 3")
