@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup, exchange_objects
 from syncline.collectives.internal import disable_dynamo, disable_dynamo_here
 from syncline.reducer import GradBucket, IterationStatistics, Reducer, telling_the_others, verify_same_options
-from syncline.reducer.torch_internals import hookable, version_of
+from syncline.reducer.torch_internals import hookable
 
 from . import arguments, logging_data, torch_internals
 from .bucket_tuning import BucketTuning, check_can_tune, measuring_caps
@@ -30,6 +30,7 @@ from .join import Join, Joinable
 from .mixed_precision import MixedPrecision, as_mixed_precision, average_in, lower_precision
 from .model_watch import ModelWatch
 from .module_state import ModuleState, broadcast_tensors
+from .new_parameters import NewParameters
 from .process_groups import as_ours, choose_default_group, choose_group, is_default_group
 from .replica_check import EVERY_VARIABLE as CHECK_EVERY
 from .replica_check import ReplicaCheck
@@ -59,7 +60,7 @@ _OF_THIS_PROCESS = frozenset(
         "_replica_check",
         "_average_hooks",
         "_bucket_tuning",
-        "_unaveraged",
+        "_new_parameters",
         "_requires_grad_sync",
     }
 )
@@ -130,9 +131,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     _uneven_inputs: UnevenInputs | None = None
     _requires_grad_sync = True
     _has_warned_of_hooks = False
-    # Parameters that the latest forward has added or unfrozen. For each: its name, and its gradient and the gradient's version
-    # at the end of the forward.
-    _unaveraged: Sequence[tuple[str, torch.nn.Parameter, tuple[torch.Tensor, int] | None]] = ()
+    _new_parameters: NewParameters | None = None  # those of the latest forward, until its backward
 
     def __init__(
         self,
@@ -441,29 +440,21 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             torch.futures.wait_all(pending)
 
     def _note_new_parameters(self) -> None:
-        """If the forward has added or unfrozen parameters, look after its backward whether one of them has got a gradient.
-
-        The reducer learns of these parameters only before the next forward, so it does not average this gradient.
-        """
+        """If the forward has added or unfrozen parameters, look after its backward whether one of them has got a gradient."""
         new = self._watch.new_within_forward()
-        if new and not self._unaveraged:
-            self._unaveraged = [(name, p, None if p.grad is None else (p.grad, version_of(p.grad))) for name, p in new]
+        if new and self._new_parameters is None:
+            self._new_parameters = NewParameters(new)
             self._tell(self._check_new_parameters)
 
     def _check_new_parameters(self, _: object) -> None:
-        unaveraged = self._unaveraged
+        new = self._new_parameters
         self._forget_new_parameters()
-        for name, parameter, before in unaveraged:
-            gradient = parameter.grad
-            if gradient is not None and (before is None or gradient is not before[0] or version_of(gradient) != before[1]):
-                raise MisuseError(
-                    f"parameter '{name}' was added or unfrozen within forward on {self._group.place()}, so its gradient is not "
-                    "averaged: add or unfreeze it before the forward"
-                )
+        if new is not None:
+            new.check(self._group.place())
 
     def _forget_new_parameters(self) -> None:
-        if self._unaveraged:
-            self._unaveraged = ()
+        if self._new_parameters is not None:
+            self._new_parameters = None
             self._tell_no_more(self._check_new_parameters)
 
     @contextmanager
