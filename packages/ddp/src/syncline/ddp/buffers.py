@@ -178,8 +178,7 @@ class Buffers:
                 unread.update(id(buffer) for buffer in layer.buffers(recurse=False))
         others = [buffer for buffer in buffers if id(buffer) not in unread]
         before = [_bits(buffer).clone() for buffer in others]
-        # Autograd never saves a tensor that was made in inference mode, and counts no writes to it.
-        with torch_internals.preserve_versions([buffer for buffer in buffers if not buffer.is_inference()]):
+        with torch_internals.preserve_versions(buffers):
             yield
         # A graph may have saved any other buffer, so show autograd each write that changes a value.
         for buffer, bits in zip(others, before, strict=True):

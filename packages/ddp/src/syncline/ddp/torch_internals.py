@@ -145,6 +145,8 @@ def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager
     """Return a context in which autograd does not see changes of these tensors. Graphs that saved the tensors stay valid."""
     if _preserve is None:
         return nullcontext()
+    # Autograd never saves a tensor that was made in inference mode, and counts no writes to it.
+    tensors = [tensor for tensor in tensors if not tensor.is_inference()]
     if _PRESERVES_SEVERAL:
         context: AbstractContextManager[object] = _preserve(tuple(tensors))
         return context

@@ -87,6 +87,18 @@ def floating_buffer(bucket: Bucket, purpose: str, *, may_be_sparse: bool = False
     return buffer
 
 
+def check_state(state: object, expected: type) -> None:
+    """Refuse the state of another hook. torch has classes of the same names, so the error shows the module of the class.
+
+    Raises:
+        MisuseError: the state is not an `expected`, a class of this package.
+    """
+    if not isinstance(state, expected):
+        raise MisuseError(
+            f"expected a {expected.__name__} as the hook's state, found {type(state)}: make one of syncline.hooks"
+        )
+
+
 def names_in(bucket: Bucket) -> list[str] | None:
     """Return the names of `bucket.parameters()` in the model. None under torch's DDP."""
     if isinstance(bucket, dist.GradBucket):

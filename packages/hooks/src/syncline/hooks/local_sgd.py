@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from syncline.collectives import InvalidArgumentError, MisuseError
+from syncline.collectives import InvalidArgumentError
 
 from .allreduce import allreduce_hook
-from .contract import Bucket, TensorFuture, communication_hook
+from .contract import Bucket, TensorFuture, check_state, communication_hook
 from .saved_state import FORMAT, check_kind
 from .stages import finished
 
@@ -101,9 +101,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: Bucket) -> TensorFuture
     Raises:
         MisuseError: the state is not a PostLocalSGDState.
     """
-    if not isinstance(state, PostLocalSGDState):
-        # torch has a class of the same name, so show the module of the class.
-        raise MisuseError(f"expected a PostLocalSGDState as the hook's state, found {type(state)}: make one of syncline.hooks")
+    check_state(state, PostLocalSGDState)
     # Decide before the step is counted, so that all buckets of a step are averaged in the same way.
     is_local = state.iter >= state.start_localSGD_iter
     state.maybe_increase_iter(bucket)

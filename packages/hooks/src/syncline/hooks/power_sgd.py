@@ -10,7 +10,7 @@ import torch
 from syncline.collectives import MisuseError, ProcessGroup, ReduceOp
 
 from .allreduce import allreduce_hook
-from .contract import Bucket, TensorFuture, communication_hook, floating_buffer, group_of
+from .contract import Bucket, TensorFuture, check_state, communication_hook, floating_buffer, group_of
 from .error_feedback import ErrorFeedback
 from .low_precision import math_dtype, plain_math, saturated
 from .low_rank import MatrixPlan, plan_matrix
@@ -64,9 +64,7 @@ def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFut
 
     `algorithm` is a generator function that compresses a bucket. See Note [Stages] in `stages`.
     """
-    if not isinstance(state, PowerSGDState):
-        # torch has a class of the same name, so show the module of the class.
-        raise MisuseError(f"expected a PowerSGDState as the hook's state, found {type(state)}: make one of syncline.hooks")
+    check_state(state, PowerSGDState)
     floating_buffer(bucket, "for PowerSGD")
     # Number the parameters in steps without compression, too; see Note [Numbers and a resumed run] in `parameter_names`.
     state.names.of(bucket)

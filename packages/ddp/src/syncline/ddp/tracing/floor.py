@@ -63,14 +63,14 @@ def read_floor(path: Path, ranks: int) -> Floor:
         raise InvalidArgumentError(
             f"--floor: {path} is no file of `syncline bench --json`: {type(error).__name__}: {error}"
         ) from error
+    command = f"mpirun -n {ranks} syncline bench --sizes 64K 64M --backends {_BACKEND} --json {path}"
     if not points:
         raise InvalidArgumentError(
-            f"--floor: expected all-reduces of the backend {_BACKEND} in {path}, found none; measure with "
-            f"mpirun -n {ranks} syncline bench --sizes 64K 64M --backends {_BACKEND} --json {path}"
+            f"--floor: expected all-reduces of the backend {_BACKEND} in {path}, found none; measure with {command}"
         )
     if measured != ranks:
         raise InvalidArgumentError(
             f"--floor: expected measurements on {ranks} rank(s), as many as the trace has, found {measured} in {path}; measure "
-            f"with mpirun -n {ranks} syncline bench --sizes 64K 64M --backends {_BACKEND} --json {path}"
+            f"with {command}"
         )
     return Floor(tuple(sorted(points.items())))
