@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp, Work
 from syncline.reducer import Reducer
 
 GRAPHS = {"complete": {}, "static": {"static_graph": True}, "find-unused": {"find_unused_parameters": True}}
-VIEWS = [pytest.param(False, id="copied"), pytest.param(True, id="as-view")]
 ONE_EACH = 0  # a cap of 0 bytes: every parameter has a bucket to itself
 PAIRS = 32  # of two elements of float64: two parameters in each bucket
 FORWARD, REVERSED = [0, 1, 2, 3], [3, 2, 1, 0]

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from horovod_joining import begin_or_join, wait_until
+from horovod_joining import begin_or_join
 
 import syncline.horovod as hvd
 from syncline.collectives import SynclineError, get_default_group
+from test_support.waiting import wait_until
 
 IN_TRAINING, IN_CALLBACK = "in the training function", "in a reset callback"
 STEPS = 6

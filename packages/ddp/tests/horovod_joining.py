@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import syncline.horovod as hvd
+from test_support.waiting import wait_until
 
 
 def begin_or_join(number: int, folder: Path, may_join: Path) -> None:
@@ -17,10 +16,3 @@ def begin_or_join(number: int, folder: Path, may_join: Path) -> None:
         wait_until(may_join.exists)
     numbers: dict[str, int] = {} if number else {"rank": 0, "world_size": 1}
     hvd.init(backend="gloo", init_method=f"file://{folder}/meeting", timeout=30, **numbers)
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    end_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.02)

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from horovod_joining import begin_or_join, wait_until
+from horovod_joining import begin_or_join
 
 import syncline.horovod as hvd
 from syncline.collectives import RankLostError, TransportError, get_default_group
+from test_support.waiting import wait_until
 
 BEFORE_RESET, BEFORE_SYNC, IN_TRAINING = "before the reset", "before the sync", "in the training"
 RIGHT_STATE = 7

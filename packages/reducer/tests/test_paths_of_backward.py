@@ -18,12 +18,12 @@ from syncline.collectives.engine import host_group
 from syncline.collectives.testing import run_ranks
 from syncline.reducer import GradBucket, Reducer
 from test_support.chosen_gradients import CountingGroup
+from test_support.training_runs import VIEWS
 
 pytestmark = pytest.mark.ranks
 
 COUNT = 6
 ALL = range(COUNT)
-VIEWS = [pytest.param(False, id="copied"), pytest.param(True, id="as-view")]
 
 
 @pytest.fixture(

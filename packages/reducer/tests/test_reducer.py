@@ -23,11 +23,11 @@ from syncline.collectives import (
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import create_groups
 from syncline.reducer import GradBucket, Reducer
+from test_support.training_runs import VIEWS
 
 pytestmark = pytest.mark.ranks
 
 WORLD_SIZES = [1, 2, 3, 4]
-VIEWS = [pytest.param(False, id="copied"), pytest.param(True, id="as-view")]
 ONE_EACH = 0  # a cap of 0 bytes: every parameter has a bucket to itself
 BOUNDED_WAIT_S = 20.0  # only a test that fails waits so long
 

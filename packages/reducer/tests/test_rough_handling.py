@@ -17,10 +17,9 @@ from syncline.collectives.testing import run_ranks
 from syncline.reducer import GradBucket, Reducer
 from syncline.reducer.torch_internals import TELLS_OF_UNDEFINED_GRADIENTS
 from test_support.forked import answer_of, in_fork
+from test_support.training_runs import VIEWS
 
 pytestmark = pytest.mark.ranks
-
-VIEWS = [pytest.param(False, id="copied"), pytest.param(True, id="as-view")]
 
 
 def named(*names: str, shape: tuple[int, ...] = (2, 2)) -> list[tuple[str, torch.nn.Parameter]]:

@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.reducer import GradBucket, Reducer
+from test_support.training_runs import VIEWS
 
 pytestmark = pytest.mark.ranks
 
-VIEWS = [pytest.param(False, id="copied"), pytest.param(True, id="as-view")]
 OWN = 7.0  # what a rank that shadows a backward holds before
 
 

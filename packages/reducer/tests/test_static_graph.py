@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from syncline.collectives import MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.reducer import Reducer, StaticUsage
+from test_support.training_runs import VIEWS
 
 pytestmark = pytest.mark.ranks
 
-VIEWS = [pytest.param(False, id="copied"), pytest.param(True, id="as-view")]
 STEPS = 4
 
 

@@ -17,7 +17,6 @@ from test_support.chosen_gradients import (
     ONE_EACH,
     PAIRS,
     REVERSED,
-    VIEWS,
     CountingGroup,
     average,
     coefficient,
@@ -27,6 +26,7 @@ from test_support.chosen_gradients import (
     set_to_none,
     train,
 )
+from test_support.training_runs import VIEWS
 
 pytestmark = pytest.mark.ranks
 

@@ -12,11 +12,11 @@ from syncline.collectives import CollectiveTimeout, MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.reducer import GradBucket, Reducer
 from test_support.chosen_gradients import CountingGroup
+from test_support.training_runs import VIEWS
 
 pytestmark = pytest.mark.ranks
 
 COUNT = 5
-VIEWS = [pytest.param(False, id="copied"), pytest.param(True, id="as-view")]
 # What rank r uses in step s: parameter 4 never, others on some ranks, rank 0 all the rest in step 2.
 USES: list[dict[int, set[int]]] = [
     {0: {0, 1}, 1: {1, 2}, 2: {3}},

@@ -19,7 +19,6 @@ from test_support.chosen_gradients import (
     ONE_EACH,
     PAIRS,
     REVERSED,
-    VIEWS,
     average,
     coefficient,
     forward,
@@ -28,6 +27,7 @@ from test_support.chosen_gradients import (
     set_to_none,
     train,
 )
+from test_support.training_runs import VIEWS
 
 pytestmark = pytest.mark.ranks
 

@@ -12,11 +12,11 @@ from syncline.collectives.testing import run_ranks
 from syncline.reducer import Reducer
 from syncline.reducer.gradient_hooks import GradientHooks
 from syncline.reducer.pending_gradients import PendingBucket, PendingGradients
+from test_support.training_runs import VIEWS
 
 pytestmark = pytest.mark.ranks
 
 COUNT = 5
-VIEWS = [pytest.param(False, id="copied"), pytest.param(True, id="as-view")]
 OPTIONS = [{}, {"static_graph": True}, {"find_unused_parameters": True}, {"delayed": ["p1"]}]
 # In which order gradients arrive, by step: also otherwise than learnt in the first one.
 ARRIVALS = [[4, 3, 2, 1, 0], [4, 3, 2, 1, 0], [0, 1, 2, 3, 4], [2, 4, 0, 3, 1], [2, 4, 0, 3, 1]]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from syncline.collectives import (
 )
 from syncline.collectives.internal import replace_default_group
 from syncline.collectives.torch_backend import share_default_group
+from test_support.waiting import wait_until
 
 
 def check(size: int) -> None:
@@ -44,13 +44,6 @@ def check(size: int) -> None:
 def go_on(make: Callable[[], ProcessGroup]) -> None:
     old = get_default_group()
     assert replace_default_group(old, make())
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
 
 
 def main(number: int, folder: Path) -> None:
