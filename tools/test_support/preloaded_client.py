@@ -26,11 +26,13 @@ def main() -> None:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         server.connect(path)
         job = {"words": words, "environ": dict(os.environ), "cwd": os.getcwd(), "numbers": numbers}
-        socket.send_fds(server, [json.dumps(job).encode()], numbers)
-        for number in numbers:
-            os.close(number)  # as the program may
+        signal.pthread_sigmask(signal.SIG_BLOCK, SENT_ON)  # a signal must follow the program, and may come as soon as that runs
         for number in SENT_ON:
             signal.signal(number, lambda number, _: send_on(server, number))
+        socket.send_fds(server, [json.dumps(job).encode()], numbers)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SENT_ON)
+        for number in numbers:
+            os.close(number)  # as the program may
         status = int(server.recv(64) or -signal.SIGKILL)
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
