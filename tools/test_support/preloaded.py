@@ -91,7 +91,7 @@ class _Job:
     def __init__(self, client: socket.socket) -> None:
         self.client = client
         self.process = 0
-        self.ended = -1
+        self.ended = -1  # a file that tells of the fork's end, while the fork runs
 
 
 class _Server:
@@ -121,12 +121,17 @@ class _Server:
     def _hear(self, job: _Job) -> dict[str, Any] | None:
         if job not in self._jobs:
             return None  # the client ended at the same moment
-        message, files, _, _ = socket.recv_fds(job.client, _MESSAGE_BYTES, _FILES)
-        if job.process:  # the byte is a signal's number; none means that the client is gone
+        try:
+            message, files, _, _ = socket.recv_fds(job.client, _MESSAGE_BYTES, _FILES)
+        except ConnectionResetError:
+            message, files = b"", []  # the client was killed before it read the status
+        if job.ended >= 0:  # the byte is a signal's number; none means that the client is gone
             os.kill(job.process, int(message or signal.SIGKILL))
             if not message:
                 self._selector.unregister(job.client)
             return None
+        if job.process and message:
+            return None  # a signal after the end of the program
         if not message:
             self._forget(job)
             return None
@@ -152,11 +157,15 @@ class _Server:
         _, status = os.waitpid(job.process, 0)
         self._selector.unregister(job.ended)
         os.close(job.ended)
+        job.ended = -1
         try:
             job.client.send(str(os.waitstatus_to_exitcode(status)).encode())
         except OSError:
             pass  # the client was killed
-        self._forget(job)
+        # Let the client close the connection. If this end were closed while signals are unread, the client would get an error
+        # in place of the status.
+        if job.client not in self._selector.get_map():
+            self._forget(job)
 
     def _forget(self, job: _Job) -> None:
         if job.client in self._selector.get_map():
@@ -174,7 +183,7 @@ class _Server:
 
     def _end_all(self) -> None:
         for job in self._jobs:
-            if job.process:
+            if job.ended >= 0:
                 os.kill(job.process, signal.SIGKILL)
 
 

@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 
 SENT_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -26,11 +27,11 @@ def main() -> None:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         server.connect(path)
         job = {"words": words, "environ": dict(os.environ), "cwd": os.getcwd(), "numbers": numbers}
-        signal.pthread_sigmask(signal.SIG_BLOCK, SENT_ON)  # a signal must follow the program, and may come as soon as that runs
-        for number in SENT_ON:
-            signal.signal(number, lambda number, _: send_on(server, number))
+        # A thread waits for signals and sends them on. A signal's handler could not: while it waits for a busy server, the
+        # next signal calls it again, and many signals exceed Python's depth of calls.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SENT_ON)
         socket.send_fds(server, [json.dumps(job).encode()], numbers)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SENT_ON)
+        threading.Thread(target=send_on, args=[server], daemon=True).start()
         for number in numbers:
             os.close(number)  # as the program may
         status = int(server.recv(64) or -signal.SIGKILL)
@@ -38,15 +39,18 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -status in SENT_ON:
             signal.signal(-status, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [-status])
         os.kill(os.getpid(), -status)
     os._exit(status)
 
 
-def send_on(server: socket.socket, number: int) -> None:
-    try:
-        server.send(str(number).encode())
-    except OSError:
-        pass  # the program has ended, and the server or this process has closed the connection
+def send_on(server: socket.socket) -> None:
+    while True:
+        number = signal.sigwait(SENT_ON)
+        try:
+            server.send(str(int(number)).encode())
+        except OSError:
+            return  # the program has ended, and the server or this process has closed the connection
 
 
 if __name__ == "__main__":
