@@ -145,6 +145,16 @@ def test_report_says_what_it_expects(install: Install, tmp_path: Path, capsys: p
     assert "a file steps.txt" in capsys.readouterr().err
 
 
+def test_an_option_for_files_that_are_not_there_is_refused(
+    install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("steps", "calls"):
+        install(name, f"[syncline.report_readers]\n{name} = {name}\n", READER.format(name))
+    (tmp_path / "steps.txt").write_text("ten steps")
+    assert main(["report", str(tmp_path), "--loud-calls"]) == 2
+    assert capsys.readouterr().err == f"syncline: --loud-calls: expected a file calls.txt, found none in {tmp_path}\n"
+
+
 def test_a_page_that_cannot_be_written_is_an_error(
     install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

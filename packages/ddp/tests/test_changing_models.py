@@ -269,6 +269,29 @@ def test_a_gradient_of_a_parameter_that_forward_adds_or_unfreezes_is_refused(opt
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("makes", [True, False], ids=["makes", "unfreezes"])
+def test_a_gradient_of_new_parameters_alone_is_refused_in_the_next_forward(options: dict[str, Any], makes: bool) -> None:
+    """Its backward averages nothing, so nobody looks at its end."""
+
+    class UsesOnlyTheNew(ChangesItself):
+        def forward(self, inputs: torch.Tensor) -> Any:
+            super().forward(inputs)
+            return self.second(inputs)  # type: ignore[misc]  # the forward above has made it
+
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(UsesOnlyTheNew(makes=makes), process_group=group, **options)
+        ddp(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+        inner(ddp).zero_grad()
+        inner(ddp).second.requires_grad_(False)
+        with pytest.raises(
+            MisuseError, match=r"parameter 'second\.(weight|bias)' was added or unfrozen within forward on rank"
+        ):
+            ddp(torch.ones(1, 3, dtype=torch.float64))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_layers_that_a_forward_without_backward_makes_are_averaged(options: dict[str, Any]) -> None:
     def body(group: ProcessGroup) -> None:
         ddp = DistributedDataParallel(ChangesItself(makes=True), process_group=group, **options)

@@ -117,6 +117,7 @@ def test_other_numbers_of_ranks_are_refused(text: str) -> None:
         (["--network", "fast"], "expected a file of `syncline bench --json`"),
         (["--network", NETWORK, "--ranks", "1..4"], "--ranks: expected 2"),
         (["--network", NETWORK, "--per-node", "0"], "--per-node: expected at least 1"),
+        (["--network", NETWORK, "--ring-bytes", "-5"], "--ring-bytes: expected at least 0"),
         (["--network", NETWORK, "--within", "5"], "expected microseconds"),
         (["--network", NETWORK, "--speed", "fp8=3"], "expected speeds of bf16 and powersgd-4, found fp8"),
         (["--network", NETWORK, "--speed", "bf16"], "expected HOOK=GB_PER_S"),

@@ -293,6 +293,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """
         # The script may have assigned another module to `self.module`.
         self._state.module = self.module
+        if will_reduce:
+            self._check_new_parameters()
         trains = has_backward and self._watch.needs_gradients()
         if (has_backward or self.mixed_precision is not None) and self._watch.is_due(self._reducer.reductions):
             if has_backward:
@@ -334,7 +336,6 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         If the module has changed and `init_sync` is True, this is a collective.
         """
         watch = self._watch
-        self._forget_new_parameters()
         if not watch.has_changed():
             if watch.has_sign:  # parameters may have been converted, and converted back: then they have new nodes
                 refuse_layers_that_see_one_rank(self.module, self._group)  # a new layer may have no parameters
@@ -440,13 +441,14 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             torch.futures.wait_all(pending)
 
     def _note_new_parameters(self) -> None:
-        """If the forward has added or unfrozen parameters, look after its backward whether one of them has got a gradient."""
+        """If the forward has added or unfrozen parameters, look whether one of them gets a gradient in its backward."""
         new = self._watch.new_within_forward()
         if new and self._new_parameters is None:
             self._new_parameters = NewParameters(new)
+            # A backward that reaches no other parameter averages nothing. So the next forward checks, too.
             self._tell(self._check_new_parameters)
 
-    def _check_new_parameters(self, _: object) -> None:
+    def _check_new_parameters(self, _: object = None) -> None:
         new = self._new_parameters
         self._forget_new_parameters()
         if new is not None:
@@ -454,6 +456,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     def _forget_new_parameters(self) -> None:
         if self._new_parameters is not None:
+            self._new_parameters.close()
             self._new_parameters = None
             self._tell_no_more(self._check_new_parameters)
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from syncline.collectives import MisuseError
-from syncline.reducer.torch_internals import version_of
 
 
 class NewParameters:
@@ -20,20 +19,26 @@ class NewParameters:
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-        self._found = [(name, parameter, _state(parameter)) for name, parameter in named]
+        self._names = {id(parameter): name for name, parameter in named}
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]  # torch's
+            for _, parameter in named
+        ]
+        self._first = ""  # the first parameter that has got a gradient
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        # Raise no error here: in the middle of its backward, this rank still has to average with the other ranks.
+        self._first = self._first or self._names[id(parameter)]
 
     def check(self, place: str) -> None:
         """After the backward: raise a MisuseError if a parameter has got a gradient. `place` is for the error."""
-        for name, parameter, before in self._found:
-            now = _state(parameter)
-            if now is not None and (before is None or now[0] is not before[0] or now[1] != before[1]):
-                raise MisuseError(
-                    f"parameter '{name}' was added or unfrozen within forward on {place}, so its gradient is not averaged: add "
-                    "or unfreeze it before the forward"
-                )
+        if self._first:
+            raise MisuseError(
+                f"parameter '{self._first}' was added or unfrozen within forward on {place}, so its gradient is not averaged: "
+                "add or unfreeze it before the forward"
+            )
 
-
-def _state(parameter: torch.nn.Parameter) -> tuple[torch.Tensor, int] | None:
-    """Return the gradient and its version, or None."""
-    gradient = parameter.grad
-    return None if gradient is None else (gradient, version_of(gradient))
+    def close(self) -> None:
+        """Watch the parameters no longer."""
+        for handle in self._handles:
+            handle.remove()

@@ -71,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = parse_ranks(arguments.ranks)
     if arguments.per_node < 1:
         raise InvalidArgumentError(f"--per-node: expected at least 1, found {arguments.per_node}")
+    if arguments.ring_bytes < 0:
+        raise InvalidArgumentError(f"--ring-bytes: expected at least 0, found {arguments.ring_bytes}")
     between = network_from(arguments.network, arguments.ring_bytes, arguments.backend)
     model = CostModel(between, link_in_words(arguments.within, "--within"), arguments.per_node, arguments.ring_bytes)
     speeds = dict(_speed(text) for text in arguments.speed)

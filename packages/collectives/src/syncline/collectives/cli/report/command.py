@@ -80,13 +80,13 @@ def run(arguments: argparse.Namespace) -> int:
     If a reader fails, this function still prints and writes the other readers' reports. At the end, it raises the errors.
 
     Raises:
-        InvalidArgumentError: the folder does not exist, no reader finds a file in the folder, a reader fails, or the page
-            cannot be written.
+        InvalidArgumentError: the folder does not exist, no reader finds a file in the folder, an option is given for files
+            that the folder does not have, a reader fails, or the page cannot be written.
     """
     failures: list[SynclineError] = []
     sections: list[str] = []
     before = ""
-    for reader in _readers_of(arguments.folder, load_readers()):
+    for reader in _readers_of(arguments, load_readers()):
         try:
             text = reader.text(arguments.folder, arguments)
             print(before + text)
@@ -108,14 +108,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _readers_of(folder: Path, readers: Sequence[ReportReader]) -> list[ReportReader]:
+def _readers_of(arguments: argparse.Namespace, readers: Sequence[ReportReader]) -> list[ReportReader]:
+    folder: Path = arguments.folder
     if not folder.is_dir():
         raise InvalidArgumentError(f"expected a folder, found no such folder: {folder}")
     found = [reader for reader in readers if reader.is_in(folder)]
     if not found:
         expected = "; ".join(reader.EXPECTED for reader in readers) or "a reader: none is installed"
         raise InvalidArgumentError(f"found nothing to report in {folder}; expected {expected}")
+    for reader in readers:
+        if reader not in found:
+            _refuse_options_of(reader, arguments)
     return found
+
+
+def _refuse_options_of(reader: ReportReader, arguments: argparse.Namespace) -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    reader.add_arguments(parser)
+    for name, default in vars(parser.parse_args([])).items():
+        if getattr(arguments, name) != default:
+            option = "--" + name.replace("_", "-")
+            raise InvalidArgumentError(f"{option}: expected {reader.EXPECTED}, found none in {arguments.folder}")
 
 
 def _write(path: Path, text: str) -> None:
