@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,8 @@ def run_pytest(run_job, tmp_path: Path):
             "--color=no",
             "-rN",  # no summary: under CI it repeats whole failures
         )
-        return run_job(ranks, "", *arguments, "-o", "mpi_patience_s=2", *options, "test_it.py")
+        # On a busy machine, ranks come to the end of a test or of the session one after the other.
+        return run_job(ranks, "", *arguments, "-o", "mpi_patience_s=60", *options, "test_it.py")
 
     return run
 
@@ -112,7 +112,7 @@ def test_after_all(mpi_group, world):
 
 
 def test_a_failure_while_the_others_wait_in_a_collective(run_pytest) -> None:
-    start_s = time.monotonic()
+    """The limits of the test and of its collective are longer than the job may take."""
     job = run_pytest(
         2,
         """
@@ -120,22 +120,24 @@ def test_stuck(mpi_group):
     assert mpi_group.rank == 0, "rank 1 leaves the others alone"
     mpi_group.barrier()
 """,
+        *("-o", "mpi_patience_s=2", "-o", "mpi_limit_s=1000"),
     )
     assert job.status != 0
     assert "[rank 1 of 2] 2 s after this rank, not all others have come to: call of test_it.py::test_stuck" in job.output
     assert "rank 1 leaves the others alone" in job.output
-    assert time.monotonic() - start_s < 25
 
 
 def test_a_hang_ends_with_the_stack_of_the_rank_that_hangs(run_pytest) -> None:
     job = run_pytest(
         2,
         """
+from mpi4py import MPI
+
 def where_it_hangs():
     time.sleep(100)
 
-def test_hangs(mpi_group):
-    if mpi_group.rank == 1:
+def test_hangs():  # without a group: to connect it would count, too
+    if MPI.COMM_WORLD.rank == 1:
         where_it_hangs()
 """,
         "-o",
@@ -173,7 +175,6 @@ if detect_launch(os.environ).rank == 1:
     def test_only_on_rank_1(): ...
 def test_on_both(): ...
 """,
-        *("-o", "mpi_patience_s=20"),  # on a busy machine the two do not end at the same time
     )
     assert job.status != 0
     assert "the ranks collected different tests (rank 0: 1, rank 1: 2)" in job.output
