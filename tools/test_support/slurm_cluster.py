@@ -13,6 +13,7 @@ import os
 import secrets
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -20,7 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 NODES = ("n0", "n1")
-START_S = 30.0
+# The daemons take some seconds on free cores, and fifteen times as long on busy ones.
+START_S = 100.0
 
 # Each program, and its package in Debian and Ubuntu.
 _PROGRAMS = {
@@ -79,8 +81,7 @@ class SlurmCluster:
 
     def start(self, words: Sequence[str | Path], folder: Path, variables: Mapping[str, str]) -> subprocess.Popen[str]:
         """Start a command inside, in `folder`; its output and its errors are one text."""
-        assert self._process is not None
-        (first,) = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        (first,) = self._first()
         enter = (*_DIES_WITH_US, "nsenter", "--target", first, *_NAMESPACES, f"--wd={folder}")
         return subprocess.Popen(
             [*enter, *_DIES_WITH_US, *map(str, words)],
@@ -92,7 +93,7 @@ class SlurmCluster:
             errors="replace",
         )
 
-    def call(self, *words: str, timeout_s: float = 20.0) -> str:
+    def call(self, *words: str, timeout_s: float = START_S) -> str:
         """The output of a command of Slurm.
 
         Raises:
@@ -151,9 +152,20 @@ class SlurmCluster:
 
     def _remove(self) -> None:
         if self._process is not None:
-            self._process.kill()  # also ends its child, the first process of the namespace, and so all others
+            # `unshare` ends when all processes of the namespace have ended. If `unshare` itself were killed, the daemons could
+            # write into the folder a moment longer.
+            first = self._first()
+            for process in first:
+                os.kill(int(process), signal.SIGKILL)
+            if not first:
+                self._process.kill()
             self._process.wait()
         self._temporary.cleanup()
+
+    def _first(self) -> list[str]:
+        """The first process of the namespace, which is the child of `unshare`; empty before it is started."""
+        assert self._process is not None
+        return Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
 
 
 # The kernel sends it when the thread ends that started the process.
