@@ -57,8 +57,9 @@ HANGING_JOB = """
     def hang():
         time.sleep(600)
 
-    group = collectives.init_process_group(sys.argv[1], timeout=3)
+    group = collectives.init_process_group(sys.argv[1])
     collectives.all_reduce(torch.ones(3))
+    group.set_timeout(3)  # not before, because the start of a rank may take longer
     if group.rank == 1:
         hang()
     collectives.all_reduce(torch.ones(3))
@@ -76,7 +77,6 @@ def test_the_rank_that_hangs_says_where_before_the_job_ends(run_job: Callable[..
 
 TORCH_JOB = """
     import sys, time
-    from datetime import timedelta
     import torch
     import torch.distributed as dist
     if sys.argv[1] == "syncline":
@@ -85,7 +85,8 @@ TORCH_JOB = """
     def hang():
         time.sleep(600)
 
-    dist.init_process_group(sys.argv[1], timeout=timedelta(seconds=3))
+    dist.init_process_group(sys.argv[1])
+    dist.group.WORLD.syncline_group.set_timeout(3)
     if dist.get_rank() == dist.get_world_size() - 1:
         hang()
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), init_sync=False)
