@@ -275,15 +275,32 @@ def test_an_uncaught_exception_ends_the_job_with_one_traceback(run_job) -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "keep"])
 def test_ranks_that_fail_together_print_one_traceback(run_job, backend: str) -> None:
-    """Also without a group, when no rank has imported torch."""
+    """Also without a group, when no rank has imported torch. The job ends when each rank has said what it has to say."""
     script = """
+        import os, time
+        from pathlib import Path
+        from syncline.collectives.cli.run import ending
+
+        ending._TOGETHER_S = 60.0  # on a busy machine, ranks fail one after the other
+        say, abort_job = ending.say, ending.abort_job
+
+        def say_and_note(*words):
+            say(*words)
+            Path("said by " + os.environ["RANK"]).touch()
+
+        def abort_when_all_have_spoken(status):
+            while not all(Path(f"said by {rank}").exists() for rank in range(3)):
+                time.sleep(0.01)
+            abort_job(status)
+
+        ending.say, ending.abort_job = say_and_note, abort_when_all_have_spoken
         raise KeyError("no such setting")
     """
     job = run_job(3, script, *RUN, "--backend", backend, "script.py")
     assert job.status == 1
     assert job.output.count("Traceback (most recent call last)") == 1, job.output
     (speaker,) = re.findall(r"\[syncline\] rank (\d) of 3 .* failed and ends the job", job.output)
-    too = r"\[syncline\] rank \d of 3 .* failed, too, at script.py:2: KeyError: 'no such setting'; rank (\d) failed first"
+    too = r"\[syncline\] rank \d of 3 .* failed, too, at script.py:\d+: KeyError: 'no such setting'; rank (\d) failed first"
     followers = re.findall(too, job.output)
     assert followers == [speaker] * 2, job.output
 
@@ -347,9 +364,16 @@ def test_frames_inside_syncline_are_left_out_although_torch_has_its_own_exceptho
 
 
 def test_a_status_of_all_ranks_is_no_failure_of_one(run_job) -> None:
-    job = run_job(2, "import sys; sys.exit(5)", *RUN, "script.py")
+    script = """
+        import sys
+        from syncline.collectives.cli.run import ending
+
+        ending._TOGETHER_S = 60.0  # on a busy machine, ranks end one after the other
+        sys.exit(5)
+    """
+    job = run_job(2, script, *RUN, "script.py")
     assert job.status == 5
-    assert "ends the job" not in job.output
+    assert "ends the job" not in job.output, job.output
 
 
 @pytest.mark.parametrize("way", ["os._exit(0)", "sys.exit(0)"])
