@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.emulated_hosts import EmulatedHosts, check_possible
 from commands import ToolError
+from test_support.jobs import LIMIT_S
 
 pytestmark = pytest.mark.launch
 
@@ -100,7 +101,7 @@ def hosts() -> Iterator[EmulatedHosts]:
 
 def finished(*ranks: subprocess.Popen[str]) -> str:
     try:
-        said = "".join(rank.communicate(timeout=150)[0] for rank in ranks)
+        said = "".join(rank.communicate(timeout=LIMIT_S)[0] for rank in ranks)
     finally:
         for rank in ranks:
             rank.kill()

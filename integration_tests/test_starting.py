@@ -15,11 +15,9 @@ import pytest
 import mpi_runtimes
 from commands import ToolError
 from test_support.full_run import cases
-from test_support.jobs import Finished, finished, ranks_logs
+from test_support.jobs import LIMIT_S, Finished, finished, ranks_logs
 
 pytestmark = pytest.mark.launch
-
-PATIENCE_S = 100.0
 
 RunOn = Callable[..., Finished]
 
@@ -39,7 +37,7 @@ def run_on(tmp_path: Path, preloaded: list[str]) -> RunOn:
         python = preloaded if mpi == "mpich" and not plain else [sys.executable]
         environ = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **runtime.env, **variables}
         with ranks_logs(python) as (python, logs):
-            return finished([*runtime.command(ranks), *python, str(path)], tmp_path, PATIENCE_S, environ, logs)
+            return finished([*runtime.command(ranks), *python, str(path)], tmp_path, LIMIT_S, environ, logs)
 
     return run
 
@@ -398,7 +396,7 @@ def test_ctrl_c_while_a_rank_waits_for_the_others_at_exit_ends_the_job(run_on: R
             all_reduce(torch.ones(3))
         except RankLostError:  # rank 0 waits now
             os.kill(process, signal.SIGINT)
-        time.sleep({PATIENCE_S / 2})
+        time.sleep({LIMIT_S / 2})
         """,
     )
     assert job.status == 130, job.output
@@ -552,7 +550,7 @@ def test_the_doctor_outlives_an_mpi_that_crashes_at_its_start(tmp_path: Path) ->
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=LIMIT_S,
     )
     said = " ".join(done.stdout.split())
     assert done.returncode != 0

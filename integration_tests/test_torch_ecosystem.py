@@ -200,7 +200,6 @@ def test_the_name_that_libraries_know(run_job) -> None:
         dist.destroy_process_group()
         print(f"as mpi on rank {rank}", flush=True)
         """,
-        timeout_s=110.0,
     )
     assert job.status == 0, job.output
     assert "as mpi on rank 0" in job.output

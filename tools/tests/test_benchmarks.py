@@ -463,7 +463,7 @@ def test_tuned_buckets_are_told_and_kept(tmp_path: Path) -> None:
     runtime = mpi_runtimes.find("mpich")
     words = ("-m", "benchmarks.tune", "--quick", "--steps", "1", "--cases", "mlp", "--json", tmp_path / "tune.json")
     command = (*runtime.command(2), sys.executable, *words)
-    done = subprocess.run(command, env=environment(**runtime.env), capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, env=environment(**runtime.env), capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     kept, told = kept_by("tune", tmp_path), done.stdout
     assert kept.keys() == {"environment", "verdicts", "mpi", "gloo"}
