@@ -24,7 +24,7 @@ from typing import Any
 from cpu_in_place_of_gpu import TorchOnCpu, cpu_in_place_of_gpu, neutralise_guards, without_device_ids
 from variants import VARIANTS, Variant
 
-LIMIT_S = 60.0  # for one test; the slowest takes 10 s on a machine that does nothing else
+LIMIT_S = 150.0  # for one test; the slowest takes 10 s on free cores, and fifteen times as long on busy ones
 GROUP_LIMIT_S = 20.0  # for one collective
 
 _DEBUG_LEVEL = "TORCH_DISTRIBUTED_DEBUG"
