@@ -69,14 +69,14 @@ def plan(kills: int, stops: int, delays: int, ways: Sequence[str], seed: int) ->
             yield Run(ways[number % len(ways)], 3 + number // len(ways) % 2, what, seed + number)
 
 
-def play(run: Run) -> Outcome:
-    """Start a job, and judge its result."""
+def play(run: Run, limit_s: float = _LIMIT_S) -> Outcome:
+    """Start a job, and judge its result. From the hit, it has this many seconds; on a busy machine give it more."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
         with (folder / "output").open("w") as output:
             jobs = _start(run, folder, output)
             try:
-                hung = not _ends(run, folder, jobs)
+                hung = not _ends(run, folder, jobs, limit_s)
             finally:
                 _kill(folder, jobs)
         return _judge(run, folder, hung)
@@ -101,11 +101,11 @@ def _start(run: Run, folder: Path, output: object) -> list[subprocess.Popen[byte
     ]
 
 
-def _ends(run: Run, folder: Path, jobs: Sequence[subprocess.Popen[bytes]]) -> bool:
+def _ends(run: Run, folder: Path, jobs: Sequence[subprocess.Popen[bytes]], limit_s: float) -> bool:
     """Wait for the survivors, or for the end of the job; returns whether they were in time."""
     survivors = [folder / f"seen-{rank}" for rank in range(run.ranks) if rank != run.victim or run.what == "delay"]
     started = time.time()
-    while time.time() < _hit(folder, started) + _LIMIT_S:
+    while time.time() < _hit(folder, started) + limit_s:
         if all(seen.exists() for seen in survivors) or all(job.poll() is not None for job in jobs):
             return True
         time.sleep(0.05)

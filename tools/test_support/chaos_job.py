@@ -25,7 +25,7 @@ TIMEOUT_S = 6.0
 DELAY_S = 1.5
 _MOST_CALLS = 100_000
 _SIZES = (1, 1000, 20_000, 1_000_000)
-_PATIENCE_S = 12.0
+_PATIENCE_S = 60.0
 
 
 def hit(what: str, after_s: float, folder: Path) -> None:
