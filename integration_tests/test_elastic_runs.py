@@ -11,7 +11,7 @@ PATIENCE_S = 20  # of `elastic_job.py`
 
 
 @pytest.mark.launch
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize(
     "run",
     # Ranks over Gloo that are killed are also those of `test_elastic_processes.py`.
