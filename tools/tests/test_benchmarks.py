@@ -445,7 +445,9 @@ def test_steps_are_told_kept_and_drawn(played: Path) -> None:
     assert drawn_by("step", played) == {"buckets", *compared}
 
 
-def test_recording_adds_few_calls_to_a_step_whatever_its_length() -> None:
+def test_recording_adds_few_calls_to_a_step_whatever_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Steps are written to the file once a second. On a busy machine, a second may end before the step that is counted.
+    monkeypatch.setattr("syncline.ddp.tracing.recorder._WRITE_EVERY_S", 3600.0)
     added = {buckets: recording.measure_added(buckets, blocks=2).calls for buckets in (1, 3)}
     assert 0 < added[1] < added[3] < 120
 
