@@ -74,7 +74,8 @@ WAITS = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
 print(os.getpid(), flush=True)
-time.sleep(100)
+for _ in range(5000):  # a signal that comes just before a sleep is handled only after this sleep
+    time.sleep(0.02)
 """
 
 
