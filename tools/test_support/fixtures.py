@@ -16,8 +16,12 @@ from .full_run import FULL
 from .preloaded import PreloadedPython
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepare this process, and the processes that tests start."""
+    # From torch 2.13 on, the first `assert_close` of a process loads torch.distributed.tensor. This takes 5 seconds of a core,
+    # and on a busy machine more than a minute. A rank has only a minute for its whole test, so load it before the tests.
+    if any(item.get_closest_marker(mark) for item in session.items for mark in ("ranks", "mpi")):
+        torch.testing.assert_close(0, 0)
     # Freeze all loaded objects. Then a collection of garbage in a test, as by the reducer, need not search all of torch.
     gc.collect()
     gc.freeze()
