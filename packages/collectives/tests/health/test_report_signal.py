@@ -19,7 +19,7 @@ from pathlib import Path
 from syncline.collectives.health.report import Reporter, report_on_signal
 
 def files(folder):
-    return [path.name for path in Path(folder).glob("*/*")]
+    return [path.name for path in Path(folder).glob("*/rank-*")]  # a report has another name until it is complete
 
 def reported(folder, job, count):
     end_s = time.monotonic() + 20
