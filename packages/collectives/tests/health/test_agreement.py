@@ -34,11 +34,11 @@ class Trusting(InProcessTransport):
         return super()._meet(Call(Signature("anything"), scope=call.scope), value)
 
 
-def on_ranks(size: int, body: Body, *, timeout_s: float = 10) -> None:
+def on_ranks(size: int, body: Body) -> None:
     shared_state = SharedState(size)
 
     def rank_body(outer: ProcessGroup) -> None:
-        body(HostGroup(Trusting(shared_state, outer.rank), outer.rank, size, timeout_s=timeout_s))
+        body(HostGroup(Trusting(shared_state, outer.rank), outer.rank, size, timeout_s=10))
 
     run_ranks(size, rank_body)
 
@@ -109,11 +109,12 @@ def test_a_rank_that_never_closes_is_no_failure_of_the_others(caplog: pytest.Log
 
     def body(group: ProcessGroup) -> None:
         group.all_reduce(torch.ones(3))
+        group.set_timeout(0.3)
         if group.rank == 0:
             group.close()
             assert "not all ranks of the group have closed it: rank 1 did not come" in caplog.text
 
-    on_ranks(2, body, timeout_s=0.3)
+    on_ranks(2, body)
 
 
 def test_the_ranks_compare_after_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:

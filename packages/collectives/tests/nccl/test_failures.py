@@ -167,6 +167,7 @@ def test_a_peer_that_never_comes() -> None:
 
     def body(group: NcclGroup) -> None:
         group.barrier()
+        group.set_timeout(1)
         if group.rank == 1:
             return
         work = group.all_reduce(torch.ones(3), async_op=True)
@@ -195,7 +196,7 @@ def test_a_peer_that_never_comes() -> None:
         with pytest.raises(TransportError, match="was not started because the group had failed before:\n  all_reduce"):
             group.broadcast(torch.ones(1))
 
-    run_on_fakes(2, body, timeout_s=1)
+    run_on_fakes(2, body)
 
 
 def raw_communicator(group: NcclGroup) -> Any:
@@ -241,13 +242,17 @@ def test_a_rank_hears_that_another_has_failed() -> None:
 def test_a_rank_hears_from_the_host_group_that_another_is_lost(monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
     """Only the ranks of the group count."""
     error = RankLostError(f"the process of rank {lost} has ended", [lost])
-    monkeypatch.setattr(HostGroup, "reason_to_give_up", lambda _: error)
+    is_lost = threading.Event()
+    monkeypatch.setattr(HostGroup, "reason_to_give_up", lambda _: error if is_lost.is_set() else None)
 
     def body(group: NcclGroup) -> None:
-        part = group.subset([0, 1], "part", timeout_s=3.0) if group.rank < 2 else None
+        part = group.subset([0, 1], "part") if group.rank < 2 else None
         if part is None:
             return
         part.barrier()
+        both.wait(25)
+        part.set_timeout(3.0)
+        is_lost.set()
         if group.rank == 0:
             words = "does not come: the process of rank 1 has ended" if lost == 1 else "did not finish within 3 s"
             with pytest.raises(TransportError, match=words):
@@ -305,7 +310,7 @@ def test_all_hear_why_the_first_rank_cannot_decide(over_host_group: bool) -> Non
 
 
 @pytest.mark.ranks
-def test_a_split_that_does_not_come_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_that_does_not_come_ends_the_group() -> None:
     """A thread is left inside ncclCommSplit, so the communicator cannot be used."""
 
     def body(group: NcclGroup) -> None:
@@ -319,7 +324,7 @@ def test_a_split_that_does_not_come_ends_the_group(monkeypatch: pytest.MonkeyPat
             group.all_reduce(torch.ones(1))
         never.set()
 
-    run_on_fakes(2, body)
+    run_on_fakes(1, body)  # two ranks would have to agree on the split within the time limit
 
 
 @pytest.mark.ranks

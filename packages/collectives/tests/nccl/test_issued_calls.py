@@ -315,6 +315,7 @@ def test_with_check_calls_a_rank_that_does_not_come_is_named_with_the_call() -> 
 
     def body(group: NcclGroup) -> None:
         group.barrier()
+        group.set_timeout(1)
         if group.rank == 0:
             with pytest.raises(
                 CollectiveTimeout, match=r"all_reduce\(float32\[1\], op=SUM\), number 1 .* did not start"
@@ -326,7 +327,7 @@ def test_with_check_calls_a_rank_that_does_not_come_is_named_with_the_call() -> 
         assert told.wait(PATIENCE_S)
         group.abort()
 
-    run_on_fakes(2, body, check_calls=True, timeout_s=1.0)
+    run_on_fakes(2, body, check_calls=True)
 
 
 @OVER

@@ -128,8 +128,9 @@ def test_at_exit_only_a_collective_that_was_given_up_keeps_the_connections_open(
 
     def body(outer: ProcessGroup) -> None:
         transport = connect(store, outer.rank, 2, "whole", CancelScope(60))
-        group = HostGroup(transport, outer.rank, 2, name="whole", timeout_s=1)
+        group = HostGroup(transport, outer.rank, 2, name="whole", timeout_s=60)
         group.all_reduce(torch.ones(1))
+        group.set_timeout(1)
         if outer.rank == 0:
             with pytest.raises(CollectiveTimeout):
                 group.all_reduce(torch.ones(1))  # rank 1 never calls
