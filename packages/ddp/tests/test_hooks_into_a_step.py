@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -517,8 +518,16 @@ def test_early_buckets_step_while_late_ones_are_in_flight() -> None:
             if not bucket.is_last():
                 future.set_result(bucket.buffer())
                 return future
-            threading.Timer(0.2, lambda: last.set_result(bucket.buffer())).start()
-            return last.then(lambda done: seen.append(not torch.equal(module[2].bias, before)) or done.value())  # type: ignore[func-returns-value]
+
+            def finish() -> None:
+                end_s = time.monotonic() + 30
+                while torch.equal(module[2].bias, before) and time.monotonic() < end_s:
+                    time.sleep(0.001)
+                last.set_result(bucket.buffer())
+
+            following = last.then(lambda done: seen.append(not torch.equal(module[2].bias, before)) or done.value())  # type: ignore[func-returns-value]
+            threading.Thread(target=finish).start()
+            return following
 
         seen: list[bool] = []
         model.register_comm_hook(None, hook)
