@@ -86,10 +86,15 @@ def test_a_rank_that_hangs_is_shown() -> None:
 def test_ranks_that_miss_one_another_are_shown() -> None:
     def body(group: ProcessGroup) -> None:
         if group.rank == 0:
+            group.set_timeout(0.3)
             group.all_reduce(torch.ones(1))
 
     with pytest.raises(CollectiveTimeout, match=r"all_reduce\(float32\[1\], op=SUM\).*\n  rank\(s\) 1 have not called"):
-        run_ranks(2, body, timeout_s=0.3)
+        run_ranks(2, body)
+
+
+def test_a_collective_fails_before_the_run_does() -> None:
+    assert run_ranks(2, lambda group: group.timeout_s, timeout_s=20.0) == [18.0] * 2
 
 
 def test_a_rank_that_hangs_after_another_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,8 +137,9 @@ def test_a_collective_that_fails_unseen_fails_the_run() -> None:
 
 def test_a_collective_that_never_ends_fails_the_run() -> None:
     def body(group: ProcessGroup) -> None:
+        group.set_timeout(0.5)
         if group.rank == 0:
             group.all_reduce(torch.ones(1), async_op=True)
 
     with pytest.raises(CollectiveTimeout, match=r"rank\(s\) 1 have not called"):
-        run_ranks(2, body, timeout_s=0.5)
+        run_ranks(2, body)
