@@ -579,10 +579,11 @@ def test_a_rank_that_comes_late_with_another_call_does_not_wait() -> None:
     group = Group().group
     if group.size > 1:
         group.all_reduce(torch.zeros(1))
-        late = group.split(0, timeout_s=0.5)
+        late = group.split(0)
         assert late is not None
         for numel in (1, 4, 8):
             late.all_reduce(torch.zeros(numel))
+        late.set_timeout(0.5)
         if group.rank == 0:
             with pytest.raises(CollectiveTimeout, match=r"all_reduce\(float32\[4\], op=SUM\).* did not finish within 0\.5 s"):
                 late.all_reduce(torch.zeros(4))
