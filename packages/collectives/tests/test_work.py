@@ -2,16 +2,20 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
+from types import CodeType, FrameType
 
 import pytest
 import torch
 
 from syncline.collectives import CollectiveTimeout, InvalidArgumentError, RankLostError, TransportError, Work
 from syncline.collectives.work import FinishedWork, FutureWork, GroupFuture, PendingWork, future_for_torch, join_futures
+from test_support.waiting import wait_until
 
 
 def pending(*tensors: torch.Tensor) -> PendingWork:
@@ -178,13 +182,29 @@ def test_a_wait_for_a_future_ends_before_callbacks_end(timeout: float | None) ->
 def test_ctrl_c_ends_a_wait_for_a_future(timeout: float | None) -> None:
     future = GroupFuture(None)
     work = FutureWork(future, [], lambda: "a barrier")
-    timers = [threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)), threading.Timer(10, future.set_result, ([],))]
-    for timer in timers:
-        timer.start()
+    main_thread, is_interrupted = threading.main_thread().ident, threading.Event()
+    assert main_thread is not None
+
+    def interrupt() -> None:
+        wait_until(lambda: FutureWork.wait.__code__ in codes_of(sys._current_frames()[main_thread]))
+        os.kill(os.getpid(), signal.SIGINT)
+        if not is_interrupted.wait(30):
+            future.set_result([])
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
         work.wait(timeout)
-    timers[1].cancel()
     assert not future.done()
+    is_interrupted.set()
+    thread.join()
+
+
+def codes_of(frame: FrameType | None) -> Iterator[CodeType]:
+    """The code of a frame, and of the frames that called it."""
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
 
 
 def test_errors_of_callbacks_keep_their_type() -> None:
