@@ -16,6 +16,7 @@ import pytest
 from syncline.collectives.testing import processes
 from syncline.collectives.testing.processes import run_processes
 from test_support.jobs import LIMIT_S
+from test_support.waiting import wait_until
 
 pytestmark = pytest.mark.launch
 
@@ -28,9 +29,7 @@ if action == "hang" and rank == 1:
     time.sleep(60)
 if action == "die" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-if action == "be late":
-    time.sleep(1.5)
-sys.exit(3 if action in ("fail", "be late") and rank == 1 else 0)
+sys.exit(3 if action == "fail" and rank == 1 else 0)
 """
 
 
@@ -100,13 +99,16 @@ def test_who_stops_waiting_ends_the_ranks(tmp_path: Path) -> None:
     def interrupt(number: int, frame: object) -> None:
         raise InterruptedError("as by pytest's limit")
 
+    def run_until_the_alarm() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        run(tmp_path, "hang")
+
     run(tmp_path, "nothing")  # the server is there
     group = pid_of_server()
     earlier = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
         with pytest.raises(InterruptedError):
-            run(tmp_path, "hang")
+            run_until_the_alarm()
     finally:
         signal.signal(signal.SIGALRM, earlier)
     while has_processes(group):  # their new parent may not have collected them
@@ -165,10 +167,17 @@ def test_a_server_that_died_is_replaced(tmp_path: Path) -> None:
 
 def test_a_server_that_dies_says_so(tmp_path: Path) -> None:
     run(tmp_path, "nothing")
-    killer = threading.Timer(0.5, os.kill, (pid_of_server(), signal.SIGKILL))
+    said, server = tmp_path / "output-1", pid_of_server()
+    said.unlink()
+
+    def kill_when_ranks_run() -> None:
+        wait_until(lambda: said.exists() and "was here" in said.read_text())
+        os.kill(server, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_when_ranks_run)
     killer.start()
     with pytest.raises(AssertionError, match="the process that forks ranks ended, with status -9"):
-        run(tmp_path, "be late")
+        run(tmp_path, "hang")
     killer.join()
 
 
