@@ -384,6 +384,7 @@ def test_the_limit_counts_the_newcomers_of_all_rounds(monkeypatch: pytest.Monkey
     newcomers = [groups[0].newcomer() for _ in range(5)]
     store, dead = groups[0]._reconnector.store, newcomers[0]._reconnector.generation.me
     store.set(f"waiting/{dead}", b"")
+    have_met = threading.Barrier(3)
 
     def play(number: int) -> object:
         if number == 6:
@@ -392,11 +393,16 @@ def test_the_limit_counts_the_newcomers_of_all_rounds(monkeypatch: pytest.Monkey
             return None
         if number < 2:
             wait_until(lambda: groups[number].newcomers() == 5)
-            return groups[number].admit(silence_timeout_s=20, limit=2).members
-        try:
-            return newcomers[number - 1].admit(silence_timeout_s=5).members
-        except CollectiveTimeout:
-            return None
+            group = groups[number].admit(silence_timeout_s=20, limit=2)
+        else:
+            try:
+                group = newcomers[number - 1].admit(silence_timeout_s=60)
+            except RankLostError:
+                return None  # it was not let in before the job had ended
+        have_met.wait(60)
+        assert isinstance(group, InProcessGroup)
+        group.lose()
+        return group.members
 
     ends = in_threads(7, play)
     let_in = {end for end in ends if end is not None}
