@@ -18,7 +18,16 @@ from typing import Any, Protocol
 import pytest
 
 from syncline.collectives.engine.host_group import HostGroup
-from test_support.desync_programs import NUMELS, QUICK, TIMEOUT_S, catalogue, outcome, problem, same_signature_swapped
+from test_support.desync_programs import (
+    LONG_TIMEOUT_S,
+    NUMELS,
+    QUICK,
+    catalogue,
+    outcome,
+    problem,
+    same_signature_swapped,
+    time_limit_s,
+)
 from test_support.full_run import FULL
 
 pytestmark = pytest.mark.mpi
@@ -66,7 +75,11 @@ def make_group(request: pytest.FixtureRequest, job: Any, monkeypatch: pytest.Mon
 
         split = {"split": each_alone} if request.param == "messages" else {}
         return HostGroup(
-            NodeTransport(job.Dup(), **split), job.Get_rank(), job.Get_size(), timeout_s=TIMEOUT_S, check_calls=check_calls
+            NodeTransport(job.Dup(), **split),
+            job.Get_rank(),
+            job.Get_size(),
+            timeout_s=LONG_TIMEOUT_S,
+            check_calls=check_calls,
         )
 
     make.compares = request.param == "shared memory"  # type: ignore[attr-defined]
@@ -74,10 +87,11 @@ def make_group(request: pytest.FixtureRequest, job: Any, monkeypatch: pytest.Mon
 
 
 def run(make_group: MakeGroup, job: Any, name: str, numel: int, *, check_calls: bool) -> None:
-    group = make_group(check_calls=check_calls)
+    group, compares = make_group(check_calls=check_calls), check_calls or make_group.compares
+    group.set_timeout(time_limit_s(PROGRAMS[name], compares=compares))
     job.Barrier()
     said = job.allgather(outcome(group, PROGRAMS[name], numel))
-    wrong = problem(PROGRAMS[name], said, compares=check_calls or make_group.compares)
+    wrong = problem(PROGRAMS[name], said, compares=compares)
     assert wrong is None, f"{wrong}: {said}"
 
 

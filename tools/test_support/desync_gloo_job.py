@@ -17,7 +17,7 @@ import torch.distributed as dist
 from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.transports import gloo
-from test_support.desync_programs import ENDED, NUMELS, QUICK, catalogue, outcome
+from test_support.desync_programs import ENDED, NUMELS, QUICK, catalogue, outcome, time_limit_s
 
 _LIMIT_S = 20.0
 # Each rank is a process, and there are more processes than cores. So a late rank must not count as one that disagrees.
@@ -36,11 +36,13 @@ def run_rank(folder: Path, rank: int, ranks: int, name: str, size: str, check_ca
     """Run one rank of a program, and leave its outcome in the folder."""
     store = dist.FileStore(str(folder / "store"), ranks)
     transport = gloo.connect(store, rank, ranks, "desync", CancelScope(_LIMIT_S))
-    group = HostGroup(transport, rank, ranks, timeout_s=TIMEOUT_S, check_calls=check_calls)
-    said = outcome(group, catalogue()[name], NUMELS[size])
+    program = catalogue()[name]
+    limit_s = max(TIMEOUT_S, time_limit_s(program, compares=check_calls))
+    group = HostGroup(transport, rank, ranks, timeout_s=limit_s, check_calls=check_calls)
+    said = outcome(group, program, NUMELS[size])
     (folder / f"rank-{rank}").write_text(said)
     # Gloo's sockets live until all ranks have written, so that no rank fails because another has ended.
-    end_s = time.monotonic() + 2 * TIMEOUT_S
+    end_s = time.monotonic() + 2 * limit_s
     while not all((folder / f"rank-{other}").exists() for other in range(ranks)) and time.monotonic() < end_s:
         time.sleep(0.005)
     os._exit(0)

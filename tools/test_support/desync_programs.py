@@ -33,7 +33,7 @@ NOT_OURS = "not ours: "
 ENDED = "ended by the library"
 #: Numbers of elements: below and above the size from which MPI's ranks compare calls.
 NUMELS = {"small": 3, "large": 40_000}
-TIMEOUT_S = 0.5
+TIMEOUT_S, LONG_TIMEOUT_S = 0.5, 30.0
 
 F32, F64, I32, F16, BF16 = torch.float32, torch.float64, torch.int32, torch.float16, torch.bfloat16
 
@@ -418,6 +418,14 @@ def outcome(group: ProcessGroup, program: Program, numel: int) -> str:
         group.abort()
         return f"{NOT_OURS}{type(error).__name__}: {error}"
     return ""
+
+
+def time_limit_s(program: Program, *, compares: bool) -> float:
+    """The time limit of each call of a program; `compares` is as for `problem`.
+
+    If calls are compared, only a call that one rank alone makes ends by its limit. For all others a rank may come late.
+    """
+    return LONG_TIMEOUT_S if compares and not program.some_rank else TIMEOUT_S
 
 
 def problem(program: Program, said: Sequence[str], *, compares: bool) -> str | None:
