@@ -88,15 +88,22 @@ def stranger(greeting: bytes) -> Iterator[Place]:
 
 
 def test_doors_are_told_from_what_else_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "_OTHERS_S", 0.1)
+    monkeypatch.setattr(addresses, "_OTHERS_S", 20.0)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        with Doors([OwnAddress("lo", "127.0.0.2"), LO]) as doors, stranger(b"x" * 32) as other, stranger(b"") as silent:
-            places = [other, silent, closed.getsockname(), *doors.places]
-            tried = try_doors(places, doors.word, CancelScope(20.0))
-    assert tried.own == {3: "127.0.0.1", 4: "127.0.0.1"}  # from where the system reaches each of them
-    assert tried.failed == {0: "something else answers there", 1: "no answer", 2: "Connection refused"}
+        with Doors([OwnAddress("lo", "127.0.0.2"), LO]) as doors, stranger(b"x" * 32) as other:
+            tried = try_doors([other, closed.getsockname(), *doors.places], doors.word, CancelScope(20.0))
+    assert tried.own == {2: "127.0.0.1", 3: "127.0.0.1"}  # from where the system reaches each of them
+    assert tried.failed == {0: "something else answers there", 1: "Connection refused"}
     assert Tried.parse(tried.as_json()) == tried
+
+
+def test_a_place_that_says_nothing_is_given_up_soon_after_a_door_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "_OTHERS_S", 0.1)
+    with Doors([LO]) as doors, stranger(b"") as silent:
+        tried = try_doors([silent, *doors.places], doors.word, CancelScope(3600.0))
+    assert tried.own == {1: "127.0.0.1"}
+    assert tried.failed == {0: "no answer"}
 
 
 def test_an_address_at_which_the_system_does_not_listen_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
