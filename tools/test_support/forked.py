@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 class ForkedError(AssertionError):

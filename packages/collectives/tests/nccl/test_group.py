@@ -510,7 +510,7 @@ def test_a_split_does_not_wait_for_transfers() -> None:
         assert part is not None
         part.close()
 
-    run_on_fakes(2, body, timeout_s=5)
+    run_on_fakes(2, body)
 
 
 @pytest.mark.parametrize("connected", [False, True])
