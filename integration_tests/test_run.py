@@ -493,13 +493,24 @@ def test_bad_use_is_told_once_and_ends_all_ranks(run_job, tmp_path: Path, words,
     assert "not reached" not in job.output
 
 
+SPEAKS_LATE = """
+import time
+from syncline.collectives.cli.run import command
+
+say = command.say
+command.say = lambda *words: (time.sleep(2), say(*words))
+"""
+
+
 def test_an_error_in_one_nodes_copy_ends_all(tmp_path: Path) -> None:
-    """Each rank runs in its own folder; rank 1's folder has another script."""
+    """Each rank runs in its own folder; rank 1 has another script, and says so late."""
     for rank, text in enumerate(("print('not reached')", "print('not reached'\n")):
         (tmp_path / str(rank)).mkdir()
         (tmp_path / str(rank) / "train.py").write_text(text)
+    (tmp_path / "1" / "sitecustomize.py").write_text(SPEAKS_LATE)
     command = [sys.executable, *RUN, "train.py"]
     there = [["-n", "1", "-wdir", str(tmp_path / str(rank)), *command] for rank in range(2)]
+    there[1][:0] = ["-env", "PYTHONPATH", str(tmp_path / "1")]
     mpiexec = str(PYTHON.parent / "mpiexec")
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([mpiexec, *there[0], ":", *there[1]], env=environ, capture_output=True, text=True, timeout=LIMIT_S)

@@ -160,7 +160,7 @@ def _load_ddp(name: str) -> type:
 def _find(arguments: argparse.Namespace, job: Job, ending: Ending) -> Script:
     """Find the script. All ranks call this function. If any rank cannot find the script, all ranks end."""
     problem: tuple[str, int] | None = None
-    script = None
+    script = ended = None
     if arguments.is_module:  # the module's packages run before the module is found, as with `python -m`
         sys.argv[:] = ["-m", *arguments.arguments]
     try:
@@ -171,22 +171,25 @@ def _find(arguments: argparse.Namespace, job: Job, ending: Ending) -> Script:
         lines = "".join(traceback.format_exception_only(type(error), error))
         problem = f"the script is no Python:\n{lines.rstrip()}", 1
     except SystemExit as error:  # a module's package has ended the program
-        ending.note_exit(error)
-        job.exchange(None)  # the other ranks may have found the script, and wait for this rank
-        raise
+        ended = error
     problems = job.exchange(problem)
     first = next((rank for rank, found in enumerate(problems) if found is not None), None)
+    if first is not None and job.world is not None:
+        # The lowest rank that cannot find the script says why.
+        if first == job.rank:
+            text, _ = problems[first]
+            _say(text if all(problems) else f"{job.who()}: {text}")
+        job.exchange(None)  # the first rank that ends may end the job, so no rank ends before this text is written
+    if ended is not None:
+        ending.note_exit(ended)
+        raise ended
     if first is None:
         assert script is not None
         return script
-    # The lowest rank that cannot find the script says why. Without MPI, one rank of each node says why.
-    text, status = problems[first]
+    text, ending.status = problems[first]
     if job.world is None:
-        _refuse(text, status)
-    if first == job.rank:
-        _say(text if all(problems) else f"{job.who()}: {text}")
-    ending.status = status
-    raise SystemExit(status)
+        _refuse(text, ending.status)  # one rank of each node says why
+    raise SystemExit(ending.status)
 
 
 def _run(script: Script, words: Sequence[str], ending: Ending) -> None:
