@@ -9,7 +9,7 @@ import torch
 from ...errors import DisagreementError
 from ...group import ProcessGroup
 from ...reduce_op import ReduceOp, premul_sum
-from .values import Check, expect, expect_equal, expect_raises
+from .values import Check, expect, expect_equal, expect_raises, expect_reduced, reduction
 
 
 def _mine(rank: int, scale: float = 1.0) -> torch.Tensor:
@@ -20,19 +20,15 @@ def _mine(rank: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def sums(group: ProcessGroup) -> None:
-    """Check SUM, AVG and PREMUL_SUM of sparse tensors against the sum of the dense tensors."""
-    total = torch.stack([_mine(rank).to_dense() for rank in range(group.size)]).sum(0)
-    for op, expected in (
-        (ReduceOp.SUM, total),
-        (ReduceOp.AVG, total / group.size),
-        (premul_sum(0.5), total * 0.5),
-    ):
+    """Check SUM, AVG and PREMUL_SUM of sparse tensors against the reduction of the dense tensors."""
+    dense = [_mine(rank).to_dense() for rank in range(group.size)]
+    for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM):
         for async_op in (False, True):
             tensor = _mine(group.rank)
-            group.all_reduce(tensor, op, async_op=async_op).wait()
+            group.all_reduce(tensor, reduction(op), async_op=async_op).wait()
             expect_equal(tensor.layout, torch.sparse_coo, "layout")
             expect_equal(tensor.coalesce()._nnz(), group.size + 1, "number of rows present")
-            torch.testing.assert_close(tensor.to_dense(), expected)
+            expect_reduced(tensor.to_dense(), op, dense, f"{op.name} of sparse tensors")
 
 
 def halves(group: ProcessGroup) -> None:
