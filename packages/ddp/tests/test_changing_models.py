@@ -302,6 +302,37 @@ def test_layers_that_a_forward_without_backward_makes_are_averaged(options: dict
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
+def test_layers_that_a_forward_without_backward_makes_are_accumulated(options: dict[str, Any]) -> None:
+    """The forward inside `no_sync` follows the change."""
+
+    def body(group: ProcessGroup) -> None:
+        inputs = torch.full((1, 3), group.rank + 1.0, dtype=torch.float64)
+        ddp = DistributedDataParallel(ChangesItself(makes=True), process_group=group, **options)
+        ddp(inputs)
+        with ddp.no_sync():
+            ddp(inputs).sum().backward()
+        ddp(inputs).sum().backward()
+        mean = torch.full((2, 3), 2 * 1.5, dtype=torch.float64)
+        torch.testing.assert_close([part.weight.grad for part in (inner(ddp).first, inner(ddp).second)], [mean, mean])
+
+    run_ranks(2, body)
+
+
+def test_a_functional_call_does_not_hide_that_a_forward_has_added_parameters() -> None:
+    def body(group: ProcessGroup) -> None:
+        inputs = torch.ones(1, 3, dtype=torch.float64)
+        ddp = DistributedDataParallel(ChangesItself(makes=True), process_group=group)
+        outputs = ddp(inputs)
+        functional_call(ddp, {name: p.detach().requires_grad_() for name, p in ddp.named_parameters()}, (inputs,))
+        with pytest.raises(
+            MisuseError, match=r"parameter 'second\.(weight|bias)' was added or unfrozen within forward on rank"
+        ):
+            outputs.sum().backward()
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_part_that_is_frozen_is_left_out_until_it_is_thawed(options: dict[str, Any], after: int) -> None:

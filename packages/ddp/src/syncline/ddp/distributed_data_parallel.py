@@ -131,7 +131,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     _uneven_inputs: UnevenInputs | None = None
     _requires_grad_sync = True
     _has_warned_of_hooks = False
-    _new_parameters: NewParameters | None = None  # those of the latest forward, until its backward
+    _new_parameters: NewParameters | None = None  # until an averaged backward, or until a forward follows the change
 
     def __init__(
         self,
@@ -293,7 +293,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """
         # The script may have assigned another module to `self.module`.
         self._state.module = self.module
-        if will_reduce:
+        if has_backward and self._new_parameters is not None and self._new_parameters.has_gradient:
             self._check_new_parameters()
         trains = has_backward and self._watch.needs_gradients()
         if (has_backward or self.mixed_precision is not None) and self._watch.is_due(self._reducer.reductions):
@@ -336,6 +336,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         If the module has changed and `init_sync` is True, this is a collective.
         """
         watch = self._watch
+        self._forget_new_parameters()
         if not watch.has_changed():
             if watch.has_sign:  # parameters may have been converted, and converted back: then they have new nodes
                 refuse_layers_that_see_one_rank(self.module, self._group)  # a new layer may have no parameters

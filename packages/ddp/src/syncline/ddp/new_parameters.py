@@ -26,12 +26,20 @@ class NewParameters:
         ]
         self._first = ""  # the first parameter that has got a gradient
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a parameter has got a gradient since the end of the forward."""
+        return bool(self._first)
+
     def _note(self, parameter: torch.Tensor) -> None:
         # Raise no error here: in the middle of its backward, this rank still has to average with the other ranks.
         self._first = self._first or self._names[id(parameter)]
 
     def check(self, place: str) -> None:
-        """After the backward: raise a MisuseError if a parameter has got a gradient. `place` is for the error."""
+        """Raise a MisuseError if a parameter has got a gradient. `place` is for the error.
+
+        Call this at the end of the backward, or in the next forward.
+        """
         if self._first:
             raise MisuseError(
                 f"parameter '{self._first}' was added or unfrozen within forward on {place}, so its gradient is not averaged: "
