@@ -30,7 +30,7 @@ from test_support.full_run import cases
     ids=lambda run: f"{run.way}-{run.ranks}-{run.what}",
 )
 def test_no_rank_waits_for_one_that_is_gone(run: Run) -> None:
-    outcome = play(run, limit_s=60.0)  # a rank that hangs never ends; on a busy machine, all others need some time
+    outcome = play(run, limit_s=60.0)  # a busy machine needs up to a minute to notice the loss
     assert outcome.passed, outcome.words
 
 

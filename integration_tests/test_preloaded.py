@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from test_support.full_run import FULL
 from test_support.jobs import LIMIT_S
+from test_support.waiting import wait_until
 
 pytestmark = pytest.mark.launch
 
@@ -116,10 +116,7 @@ def test_who_is_killed_takes_the_program_along(preloaded: list[str], tmp_path: P
         program = int(process.stdout.readline())
         process.kill()
         process.wait(60)  # in a full run this process is the program itself
-        end_s = time.monotonic() + 60
-        while Path(f"/proc/{program}").exists():
-            assert time.monotonic() < end_s
-            time.sleep(0.01)
+        wait_until(lambda: not Path(f"/proc/{program}").exists())
 
 
 def test_alone_it_needs_no_mpiexec_and_runs_a_text(python: list[str], tmp_path: Path) -> None:

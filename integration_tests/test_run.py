@@ -576,6 +576,14 @@ def test_a_package_may_end_the_program_on_one_rank(run_job, tmp_path: Path) -> N
     assert lines(job.output, "the other") == ["the other runs"]
 
 
+def test_a_package_may_end_the_program_where_another_rank_finds_no_script(run_job, tmp_path: Path) -> None:
+    (tmp_path / "uneven").mkdir()
+    (tmp_path / "uneven" / "__init__.py").write_text("import os, sys\nif os.environ['RANK'] == '1': sys.exit(0)\n")
+    job = run_job(2, "", *RUN, "-m", "uneven", PYTHONPATH=str(tmp_path))
+    assert job.status == 1, job.output
+    assert job.output.count("no module named uneven.__main__") == 1, job.output
+
+
 def test_a_rank_that_fails_before_its_script_ends_the_job(run_job) -> None:
     run = """
         import os, sys

@@ -24,7 +24,7 @@ from variants import PLAYED, VARIANTS
 from test_support.full_run import FULL
 from test_support.jobs import mpiexec_of_tests, skip_without_mpiexec
 
-pytestmark = [pytest.mark.launch, pytest.mark.timeout(900)]  # many tests in one job
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(2000)]  # many tests in one job
 
 RANKS = int(os.environ.get("SYNCLINE_TEST_RANKS", "2"))
 PLAYS_GPUS = os.environ.get("SYNCLINE_TEST_PLAYED_GPUS") == "1"

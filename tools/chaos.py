@@ -70,7 +70,7 @@ def plan(kills: int, stops: int, delays: int, ways: Sequence[str], seed: int) ->
 
 
 def play(run: Run, limit_s: float = _LIMIT_S) -> Outcome:
-    """Start a job, and judge its result. From the hit, it has this many seconds; on a busy machine give it more."""
+    """Start a job, and judge its result. The job must end within `limit_s` seconds of the hit. A busy machine needs more."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
         with (folder / "output").open("w") as output:

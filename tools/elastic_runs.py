@@ -51,7 +51,7 @@ WHILE_CONNECTING = "shrink, while connecting"  # over MPI this is between two co
 PARTS = ("noticed", "agreed", "shrunk", "applied")
 _ORDER = (*MOMENTS, *DURING_SHRINK, WHILE_CONNECTING)
 _MARKS = {"rank lost": "noticed", "member ": "agreed", "went on with": "shrunk", "applied step": "applied"}
-_LIMIT_S = 300.0  # only for a run that hangs: on busy cores, one that does not takes up to two minutes
+_LIMIT_S = 300.0  # a run that takes longer counts as hanging; on busy cores, a good run takes two minutes
 # After two losses in a short time, Open MPI's survivors sometimes never leave MPI_Finalize: see the page on failures. The `mpi`
 # backend ends them after 15 s. If all have finished and have not ended after this many seconds, the run is counted.
 _FINALIZE_S = 20.0

@@ -40,7 +40,7 @@ def run_tests(
     mpiexec: list[str],
     *,
     python: Sequence[str] = (sys.executable,),
-    limit_s: float = 600.0,
+    limit_s: float = 1500.0,
 ) -> dict[str, Outcome]:
     """The outcomes of the named tests of torch's `_DistTestBase`.
 

@@ -40,9 +40,9 @@ def main(backend: str, folder: Path, seed: int, what: str) -> None:
     draw = random.Random(seed)
     if backend == "gloo":
         rank, size = int(os.environ["CHAOS_RANK"]), int(os.environ["CHAOS_SIZE"])
-        sc.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size, timeout=60.0)
+        sc.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size, timeout=600.0)
     else:
-        sc.init_process_group("mpi", timeout=60.0)
+        sc.init_process_group("mpi", timeout=600.0)
     group = sc.get_default_group()
     group.timeout_s = TIMEOUT_S
     victim, after_s, delayed = draw.randrange(group.size), draw.uniform(0.0, 1.0), draw.randrange(40)

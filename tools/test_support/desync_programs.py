@@ -423,7 +423,8 @@ def outcome(group: ProcessGroup, program: Program, numel: int) -> str:
 def time_limit_s(program: Program, *, compares: bool) -> float:
     """The time limit of each call of a program; `compares` is as for `problem`.
 
-    If calls are compared, only a call that one rank alone makes ends by its limit. For all others a rank may come late.
+    If calls are compared, only a call that one rank alone makes ends by its limit. In all other calls, a late rank must not
+    cause a time-out.
     """
     return LONG_TIMEOUT_S if compares and not program.some_rank else TIMEOUT_S
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-LIMIT_S = 60.0
+from .waiting import WAIT_S
 
 
 class ForkedError(AssertionError):
@@ -35,14 +35,14 @@ def in_fork(body: Callable[[], Any]) -> Any:
     os.close(write)
     try:
         answer = b""
-        while select.select([read], [], [], LIMIT_S)[0]:
+        while select.select([read], [], [], WAIT_S)[0]:
             part = os.read(read, 1 << 16)
             if not part:
                 break
             answer += part
         else:
             os.kill(child, signal.SIGKILL)
-            raise ForkedError(f"the fork hung for {LIMIT_S:g} s")
+            raise ForkedError(f"the fork hung for {WAIT_S:g} s")
     finally:
         os.close(read)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

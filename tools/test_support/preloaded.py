@@ -91,7 +91,7 @@ class _Job:
     def __init__(self, client: socket.socket) -> None:
         self.client = client
         self.process = 0
-        self.ended = -1  # a file that tells of the fork's end, while the fork runs
+        self.ended = -1  # a pidfd, which can be read when the fork has ended; -1 if no fork runs
 
 
 class _Server:
@@ -119,13 +119,11 @@ class _Server:
         self._selector.register(client, selectors.EVENT_READ, lambda: self._hear(job))
 
     def _hear(self, job: _Job) -> dict[str, Any] | None:
-        if job not in self._jobs:
-            return None  # the client ended at the same moment
         try:
             message, files, _, _ = socket.recv_fds(job.client, _MESSAGE_BYTES, _FILES)
         except ConnectionResetError:
             message, files = b"", []  # the client was killed before it read the status
-        if job.ended >= 0:  # the byte is a signal's number; none means that the client is gone
+        if job.ended >= 0:  # the message is a signal's number; an empty one means that the client is gone
             os.kill(job.process, int(message or signal.SIGKILL))
             if not message:
                 self._selector.unregister(job.client)

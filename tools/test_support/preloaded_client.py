@@ -34,7 +34,10 @@ def main() -> None:
         threading.Thread(target=send_on, args=[server], daemon=True).start()
         for number in numbers:
             os.close(number)  # as the program may
-        status = int(server.recv(64) or -signal.SIGKILL)
+        try:
+            status = int(server.recv(64) or -signal.SIGKILL)
+        except ConnectionResetError:
+            status = -signal.SIGKILL  # the server has ended
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -status in SENT_ON:

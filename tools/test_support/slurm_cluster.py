@@ -18,11 +18,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 NODES = ("n0", "n1")
 # The daemons take some seconds on free cores, and fifteen times as long on busy ones.
 START_S = 100.0
+_CALL_S = 60.0
 
 # Each program, and its package in Debian and Ubuntu.
 _PROGRAMS = {
@@ -93,7 +95,7 @@ class SlurmCluster:
             errors="replace",
         )
 
-    def call(self, *words: str, timeout_s: float = START_S) -> str:
+    def call(self, *words: str, timeout_s: float = _CALL_S) -> str:
         """The output of a command of Slurm.
 
         Raises:
@@ -142,10 +144,10 @@ class SlurmCluster:
         end_s, said = time.monotonic() + START_S, ""
         while time.monotonic() < end_s:
             try:
-                said = self.call("sinfo", "--noheader", "--Node", "--format=%T")
+                said = self.call("sinfo", "--noheader", "--Node", "--format=%T", timeout_s=20)
                 if said.split() == ["idle"] * len(NODES):
                     return
-            except (RuntimeError, ValueError, OSError) as error:
+            except (RuntimeError, ValueError, OSError, subprocess.TimeoutExpired) as error:
                 said = str(error)
             time.sleep(0.2)
         raise RuntimeError(f"the nodes are not idle after {START_S:g} s: {said}\n{self.logs()}")
@@ -156,7 +158,8 @@ class SlurmCluster:
             # write into the folder a moment longer.
             first = self._first()
             for process in first:
-                os.kill(int(process), signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(int(process), signal.SIGKILL)
             if not first:
                 self._process.kill()
             self._process.wait()

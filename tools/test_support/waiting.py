@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-LIMIT_S = 60.0
+WAIT_S = 60.0
 
 
 def wait_until(condition: Callable[[], object]) -> None:
     """Ask again and again until the condition is true; fails after a minute."""
-    end_s = time.monotonic() + LIMIT_S
+    end_s = time.monotonic() + WAIT_S
     while not condition():
-        assert time.monotonic() < end_s, f"still false after {LIMIT_S:g} s: {condition}"
+        assert time.monotonic() < end_s, f"still false after {WAIT_S:g} s: {condition}"
         time.sleep(0.005)

@@ -186,10 +186,13 @@ def test_ctrl_c_ends_a_wait_for_a_future(timeout: float | None) -> None:
     assert main_thread is not None
 
     def interrupt() -> None:
-        wait_until(lambda: FutureWork.wait.__code__ in codes_of(sys._current_frames()[main_thread]))
-        os.kill(os.getpid(), signal.SIGINT)
-        if not is_interrupted.wait(30):
-            future.set_result([])
+        try:
+            wait_until(lambda: FutureWork.wait.__code__ in codes_of(sys._current_frames()[main_thread]))
+            os.kill(os.getpid(), signal.SIGINT)
+            is_interrupted.wait(30)
+        finally:
+            if not is_interrupted.is_set():
+                future.set_result([])
 
     thread = threading.Thread(target=interrupt)
     thread.start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import threading
-import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,6 +25,7 @@ from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import create_groups
 from syncline.ddp import DistributedDataParallel, torch_internals
 from syncline.reducer import GradBucket
+from test_support.waiting import wait_until
 
 pytestmark = pytest.mark.ranks
 BEFORE, AFTER = _BufferCommHookLocation.PRE_FORWARD, _BufferCommHookLocation.POST_FORWARD
@@ -520,10 +520,10 @@ def test_early_buckets_step_while_late_ones_are_in_flight() -> None:
                 return future
 
             def finish() -> None:
-                end_s = time.monotonic() + 30
-                while torch.equal(module[2].bias, before) and time.monotonic() < end_s:
-                    time.sleep(0.001)
-                last.set_result(bucket.buffer())
+                try:
+                    wait_until(lambda: not torch.equal(module[2].bias, before))
+                finally:
+                    last.set_result(bucket.buffer())
 
             following = last.then(lambda done: seen.append(not torch.equal(module[2].bias, before)) or done.value())  # type: ignore[func-returns-value]
             threading.Thread(target=finish).start()

@@ -100,6 +100,7 @@ def test_doors_are_told_from_what_else_listens(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_place_that_says_nothing_is_given_up_soon_after_a_door_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "_OTHERS_S", 0.1)
+    monkeypatch.setattr(addresses, "_LONGEST_TRY_S", 3600.0)
     with Doors([LO]) as doors, stranger(b"") as silent:
         tried = try_doors([silent, *doors.places], doors.word, CancelScope(3600.0))
     assert tried.own == {1: "127.0.0.1"}

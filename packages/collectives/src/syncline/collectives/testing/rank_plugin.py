@@ -185,6 +185,7 @@ class RankPlugin:
         report = yield
         mine = RankOutcome(f"{report.when} of {item.nodeid}", report.outcome, "" if report.passed else _text(report))
         rank_outcomes = self._agree(mine)
+        self._watchdog.arm(item.nodeid, self._limit_s)  # for the next phase
         words = combined(rank_outcomes)
         if words is not None:
             self._discard_group()
@@ -229,9 +230,7 @@ class RankPlugin:
     def _agree(self, mine: RankOutcome) -> list[RankOutcome]:
         self._watchdog.arm(f"{mine.place}, now waiting for the other ranks,", self._limit_s + _LONGER_S)
         patience_s = self._patience_s if mine.outcome == "failed" else self._limit_s + 2 * _LONGER_S
-        rank_outcomes = self._exchange(mine, mine.place, patience_s, f"{mine.outcome} here\n{mine.text}".rstrip())
-        self._watchdog.arm(mine.place, self._limit_s)
-        return rank_outcomes
+        return self._exchange(mine, mine.place, patience_s, f"{mine.outcome} here\n{mine.text}".rstrip())
 
     def _exchange(self, value: T, place: str, patience_s: float, words: str = "") -> list[T]:
         """Return the values of all ranks.

@@ -27,7 +27,10 @@ class ReportReader(Protocol):
     EXPECTED: str
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the reader's own options to `syncline report`. All these options must be optional."""
+        """Add the reader's own options to `syncline report`.
+
+        All these options must be optional. The option `--an-option` sets `an_option`. Its default equals that of another call.
+        """
 
     def is_in(self, folder: Path) -> bool:
         """Return whether the folder has files that this reader can show."""

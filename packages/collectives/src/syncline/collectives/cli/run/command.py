@@ -174,22 +174,21 @@ def _find(arguments: argparse.Namespace, job: Job, ending: Ending) -> Script:
         ended = error
     problems = job.exchange(problem)
     first = next((rank for rank, found in enumerate(problems) if found is not None), None)
+    if first is None and script is not None:
+        return script
+    text, status = ("", 0) if first is None else problems[first]
     if first is not None and job.world is not None:
         # The lowest rank that cannot find the script says why.
         if first == job.rank:
-            text, _ = problems[first]
             _say(text if all(problems) else f"{job.who()}: {text}")
         job.exchange(None)  # the first rank that ends may end the job, so no rank ends before this text is written
     if ended is not None:
         ending.note_exit(ended)
         raise ended
-    if first is None:
-        assert script is not None
-        return script
-    text, ending.status = problems[first]
     if job.world is None:
-        _refuse(text, ending.status)  # one rank of each node says why
-    raise SystemExit(ending.status)
+        _refuse(text, status)  # one rank of each node says why
+    ending.status = status
+    raise SystemExit(status)
 
 
 def _run(script: Script, words: Sequence[str], ending: Ending) -> None:
