@@ -77,7 +77,7 @@ def _plain(case: Case) -> Callable[[], None]:
 def _elastic(case: Case, group: ProcessGroup) -> tuple[DistributedDataParallel, Elastic, Callable[[], None]]:
     model, optimizer, batch = _contender(case)
     elastic = Elastic(model, optimizer, ElasticSampler(_ENOUGH, group.size, shuffle=False))
-    batches: Iterator[torch.Tensor] = elastic.batches(itertools.repeat(batch))
+    batches: Iterator[torch.Tensor] = elastic.batches(_Repeated(batch))
 
     def turn() -> None:
         for given in itertools.islice(batches, _STEPS):
@@ -85,6 +85,16 @@ def _elastic(case: Case, group: ProcessGroup) -> tuple[DistributedDataParallel, 
                 _train(case, model, optimizer, given)
 
     return model, elastic, turn
+
+
+class _Repeated:
+    """A loader that gives one batch for ever."""
+
+    def __init__(self, batch: torch.Tensor) -> None:
+        self._batch = batch
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return itertools.repeat(self._batch)
 
 
 def _contender(case: Case) -> tuple[DistributedDataParallel, torch.optim.Optimizer, torch.Tensor]:
