@@ -300,7 +300,7 @@ def test_ranks_that_fail_together_print_one_traceback(run_job, backend: str) -> 
     assert job.status == 1
     assert job.output.count("Traceback (most recent call last)") == 1, job.output
     (speaker,) = re.findall(r"\[syncline\] rank (\d) of 3 .* failed and ends the job", job.output)
-    too = r"\[syncline\] rank \d of 3 .* failed, too, at script.py:\d+: KeyError: 'no such setting'; rank (\d) failed first"
+    too = r"\[syncline\] rank \d of 3 .* failed, too, at script.py:19: KeyError: 'no such setting'; rank (\d) failed first"
     followers = re.findall(too, job.output)
     assert followers == [speaker] * 2, job.output
 
@@ -567,9 +567,12 @@ def test_a_package_may_end_the_program_before_its_module_runs(run_job, tmp_path:
     assert "Traceback" not in job.output
 
 
+ENDS_RANK_1 = "import os, sys\nif os.environ['RANK'] == '1': sys.exit(0)\n"
+
+
 def test_a_package_may_end_the_program_on_one_rank(run_job, tmp_path: Path) -> None:
     (tmp_path / "uneven").mkdir()
-    (tmp_path / "uneven" / "__init__.py").write_text("import os, sys\nif os.environ['RANK'] == '1': sys.exit(0)\n")
+    (tmp_path / "uneven" / "__init__.py").write_text(ENDS_RANK_1)
     (tmp_path / "uneven" / "__main__.py").write_text("print('the other runs')\n")
     job = run_job(2, "", *RUN, "-m", "uneven", PYTHONPATH=str(tmp_path))
     assert job.status == 0, job.output
@@ -578,7 +581,7 @@ def test_a_package_may_end_the_program_on_one_rank(run_job, tmp_path: Path) -> N
 
 def test_a_package_may_end_the_program_where_another_rank_finds_no_script(run_job, tmp_path: Path) -> None:
     (tmp_path / "uneven").mkdir()
-    (tmp_path / "uneven" / "__init__.py").write_text("import os, sys\nif os.environ['RANK'] == '1': sys.exit(0)\n")
+    (tmp_path / "uneven" / "__init__.py").write_text(ENDS_RANK_1)
     job = run_job(2, "", *RUN, "-m", "uneven", PYTHONPATH=str(tmp_path))
     assert job.status == 1, job.output
     assert job.output.count("no module named uneven.__main__") == 1, job.output

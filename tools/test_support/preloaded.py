@@ -128,11 +128,11 @@ class _Server:
             if not message:
                 self._selector.unregister(job.client)
             return None
-        if job.process and message:
-            return None  # a signal after the end of the program
         if not message:
             self._forget(job)
             return None
+        if job.process:
+            return None  # a signal after the end of the program
         program: dict[str, Any] = json.loads(message)
         if process := os.fork():
             job.process = process
